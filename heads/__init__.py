@@ -1,0 +1,1 @@
+"""Draft methods, one file each; importing this package registers them."""

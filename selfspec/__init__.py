@@ -1,0 +1,1 @@
+"""Self-speculative decoding for Hugging Face models: cheap drafts, tree verification, unchanged output."""
