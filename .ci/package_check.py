@@ -38,7 +38,7 @@ def shipped_files() -> set[Path]:
 
 def build_and_install(work: Path) -> None:
     """Raise CalledProcessError at the first step that fails."""
-    run(sys.executable, "-m", "build", "--outdir", work / "dist", ROOT, cwd=work)  # sdist, then the wheel from it
+    run(sys.executable, "-m", "build", "-q", "--outdir", work / "dist", ROOT, cwd=work)  # sdist, then the wheel from it
     (wheel,) = (work / "dist").glob("*.whl")
     venv.create(work / "venv", with_pip=True)
     binaries = work / "venv" / "bin"
