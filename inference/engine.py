@@ -1,0 +1,184 @@
+"""The decode loop: prefill, then rounds of propose, verify, accept, emit, keep, observe until every row has ended.
+
+Letters: B rows (those still going), N tree nodes, T tokens a round commits, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfspec.accept import Accepted, TorchChance, accept
+from selfspec.draft import Budget, Draft, Sampling, Verified
+from selfspec.inference.output import Output
+from selfspec.inference.request import Request, Result
+from selfspec.inference.stopping import Stopper
+from selfspec.scoring import History, Processors, TreeScores
+from selfspec.stats import Stats
+from selfspec.target import Target, TargetOutput
+from selfspec.tree import DraftTree
+
+_ROOM_FOR_NODES = 64
+_NO_LIMIT = 4096
+
+
+def decode(target: Target, draft: Draft, request: Request) -> Result:
+    """Generate with a draft; the output is that of plain decoding.
+
+    Nothing outlives the call but the result: draft and target are shared, their state is not.
+    """
+    with torch.no_grad():
+        generation = Generation(target, draft, request)
+        try:
+            generation.prefill()
+            while generation.rows:
+                generation.round()
+        finally:
+            generation.output.end_stream()
+        return generation.result()
+
+
+class Generation:
+    """The state of one call. `rows[i]` is the prompt that row i of the running batch belongs to."""
+
+    def __init__(self, target: Target, draft: Draft, request: Request) -> None:
+        self.target = target
+        self.draft = draft
+        self.request = request
+        self.sampling = Sampling(request.do_sample, request.temperature)
+        self.chance = TorchChance(request.generator, target.device)
+        self.stopper = Stopper(request.stopping)
+        self.processors = Processors(request.processors)
+        self.stats = Stats(rows=request.input_ids.shape[0])
+        self.output = Output(request)
+        self.rows = list(range(request.input_ids.shape[0]))
+        self.tokens, self.counts = request.compact()
+        self._check_length()
+        room = self.stopper.room(request.input_ids.shape[1])
+        self.history = History(request.input_ids, (_NO_LIMIT if room is None else max(room, 0)) + _ROOM_FOR_NODES)
+        capacity = max(self.counts) + min(_NO_LIMIT if room is None else max(room, 0), _NO_LIMIT) + _ROOM_FOR_NODES
+        self.cache = target.new_cache(len(self.rows), capacity)
+        self.roots: list[int] = []
+        self.state: Any = None
+
+    def _check_length(self) -> None:
+        limit = self.target.max_positions
+        if limit is not None and max(self.counts) > limit:
+            raise ValueError(
+                f"the prompt has {max(self.counts)} tokens, the model is made for {limit}; shorten the prompt"
+            )
+
+    def prefill(self) -> None:
+        """Read the prompts, take the first token from the target, and start the draft."""
+        with self.stats.timed("prefill"):
+            out = self.target.prefill(self.tokens, self.counts, self.cache, self.draft.needs)
+            tree = DraftTree.root_only(torch.zeros(len(self.rows), dtype=torch.long, device=self.tokens.device))
+            accepted = self._accept(tree, out.logits)
+        self.stats.new_tokens += len(self.rows)
+        first = [tokens[0] for tokens in accepted.tokens]
+        going = self._emit(accepted, count=False)
+        if going:
+            with self.stats.timed("observe"):
+                verified = self._verified_prompt(out, first)
+                self.state = self.draft.begin(verified)
+        self._continue_with(going)
+
+    def _verified_prompt(self, out: TargetOutput, first: Sequence[int]) -> Verified:
+        counts = torch.tensor(self.counts, device=self.tokens.device)
+        following = self.tokens.roll(-1, dims=1)
+        following[torch.arange(len(first)), counts - 1] = torch.tensor(first, device=self.tokens.device)
+        return Verified(self.tokens, following, counts, out.hidden, out.layers)
+
+    def round(self) -> None:
+        """One pass of the target over a tree of guesses, and all that follows from it."""
+        with self.stats.timed("propose"):
+            tree = self._propose()
+        with self.stats.timed("verify"):
+            out = self.target.verify(tree, self.cache, self.draft.needs)
+        with self.stats.timed("accept"):
+            accepted = self._accept(tree, out.logits)
+        with self.stats.timed("emit"):
+            going = self._emit(accepted, count=True, tree=tree)
+        with self.stats.timed("keep"):
+            self.cache.keep([path[: len(t)] for path, t in zip(accepted.paths, accepted.tokens, strict=True)])
+        with self.stats.timed("observe"):
+            if going:
+                self.state = self.draft.observe(self.state, self._verified(tree, out, accepted))
+            self._continue_with(going)
+
+    def _propose(self) -> DraftTree:
+        roots = torch.tensor(self.roots, device=self.target.device)
+        depth = self._deepest()
+        if depth < 1:
+            return DraftTree.root_only(roots)
+        budget = Budget(self.request.nodes, depth)
+        tree = self.draft.propose(self.state, budget, self.sampling, self.request.generator)
+        tree.check(roots, self.target.vocab_size)
+        return tree.limit_depth(depth)
+
+    def _deepest(self) -> int:
+        """The depth beyond which no row could commit a node, for want of tokens to write or of positions."""
+        rooms = [self.stopper.room(length) for length in self.history.lengths]
+        deepest = max(_NO_LIMIT if room is None else room - 1 for room in rooms)
+        if self.target.max_positions is not None:
+            deepest = min(deepest, self.target.max_positions - 1 - max(self.cache.lengths))
+        return deepest
+
+    def _accept(self, tree: DraftTree, logits: Tensor) -> Accepted:
+        scores = TreeScores(logits, tree.tokens.tolist(), self.history, self.processors)
+        accepted = accept(tree, scores, self.request.do_sample, self.chance)
+        self.output.remember(self.rows, accepted, logits, scores)
+        return accepted
+
+    def _emit(self, accepted: Accepted, count: bool, tree: DraftTree | None = None) -> list[int]:
+        """Commit tokens up to each row's stop; returns the batch rows that go on. Cuts `accepted.tokens` in place."""
+        going = []
+        real = None if tree is None else tree.real().sum(1).tolist()
+        for row, tokens in enumerate(accepted.tokens):
+            keep, ended = self.stopper.cut(self.history, row, tokens)
+            del tokens[keep:]
+            self.history.append(row, tokens)
+            if count and tree is not None and real is not None:
+                drafted = min(len(accepted.paths[row]) - 1, keep)
+                self.stats.count_round(real[row] - 1, tree.shape.max_depth, drafted, keep)
+            self.output.commit(self.rows[row], tokens, ended)
+            if not ended:
+                going.append(row)
+        self.output.stream()
+        self.roots = [tokens[-1] for tokens in accepted.tokens]
+        return going
+
+    def _verified(self, tree: DraftTree, out: TargetOutput, accepted: Accepted) -> Verified:
+        """The accepted path of each row with the hidden states the target had there."""
+        longest = max(map(len, accepted.tokens))
+        device = tree.tokens.device
+        paths = [path[: len(t)] for path, t in zip(accepted.paths, accepted.tokens, strict=True)]
+        nodes = torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=device)
+        following = torch.tensor([t + [0] * (longest - len(t)) for t in accepted.tokens], device=device)
+        counts = torch.tensor([len(t) for t in accepted.tokens], device=device)
+
+        def along(values: Tensor) -> Tensor:
+            where = nodes.to(values.device)
+            return values[torch.arange(values.shape[0], device=values.device).unsqueeze(1), where]
+
+        hidden = None if out.hidden is None else along(out.hidden)
+        layers = tuple(along(layer) for layer in out.layers)
+        return Verified(along(tree.tokens), following, counts, hidden, layers, nodes)
+
+    def _continue_with(self, going: Sequence[int]) -> None:
+        """Drop the rows that ended, so that they stop costing; the last ones stay in the cache for the caller."""
+        if going and len(going) < len(self.rows):
+            self.cache.select(going)
+            self.history.select(going)
+            self.state = self.state.select(torch.tensor(going, device=self.tokens.device))
+            self.roots = [self.roots[row] for row in going]
+        self.rows = [self.rows[row] for row in going]
+
+    def result(self) -> Result:
+        """What the call returns."""
+        whole = len(self.cache.lengths) == self.request.input_ids.shape[0]
+        scores, logits = self.output.recorded()
+        return Result(self.output.sequences(), self.stats, scores, logits, self.cache if whole else None)

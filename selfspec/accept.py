@@ -1,0 +1,184 @@
+"""Accept rules: which path of the draft tree the target agrees with, and the token after it.
+
+p is the target's distribution after all logits processors, q the draft's. Letters: B rows, N nodes, V vocabulary, K
+rows still walking, Q draft vocabulary.
+
+Nodes chosen without chance: a token is taken from p (its argmax when greedy) and the walk goes on if a child carries
+it; the first token without a child ends the round. That is plain decoding with the forward passes already done, so
+nothing about it can be lossy.
+
+Nodes drawn from q: multi-round speculative sampling (Leviathan et al. 2023, Chen et al. 2023; siblings: SpecInfer, Miao
+et al. 2024, Algorithm 2). Children are tried in order, each accepted with min(1, p(x)/q(x)); after a refusal
+p <- norm(max(0, p - q)), and if siblings are drawn without replacement q <- norm(q without x). If no child is accepted
+the token is drawn from what is left of p. A chosen child among drawn ones is a draw from a point mass at x.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from selfspec.errors import DraftTreeError
+from selfspec.tree import DraftTree, Drawn
+
+
+class Chance(Protocol):
+    """The source of randomness, so that tests can walk all outcomes instead of sampling them."""
+
+    def token(self, probs: Tensor) -> Tensor:
+        """`[K, V]` float32 to one token per row, `[K]` int64."""
+
+    def coin(self, probability: float) -> bool:
+        """True with this probability."""
+
+
+class TorchChance:
+    """Randomness from a torch generator; None uses torch's default one, which `torch.manual_seed` sets."""
+
+    def __init__(self, generator: torch.Generator | None, device: torch.device) -> None:
+        self.generator = generator
+        self.device = device if generator is None else generator.device
+
+    def token(self, probs: Tensor) -> Tensor:
+        """See Chance."""
+        return torch.multinomial(probs, 1, generator=self.generator).squeeze(1)
+
+    def coin(self, probability: float) -> bool:
+        """See Chance."""
+        return float(torch.rand((), generator=self.generator, device=self.device)) < probability
+
+
+class NodeScores(Protocol):
+    """Processed scores of the target at nodes of the tree."""
+
+    def __call__(self, rows: list[int], paths: list[list[int]]) -> Tensor:
+        """Scores `[K, V]` float32 at the last node of each row's path (node indices, the root first)."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What a round commits, on the host.
+
+    Args:
+        paths: per row the accepted nodes, the root (0) first.
+        tokens: per row the new tokens: those of the accepted nodes after the root, then one more from the target.
+    """
+
+    paths: list[list[int]]
+    tokens: list[list[int]]
+
+
+class Children:
+    """Children of each node, per row, on the host."""
+
+    def __init__(self, tree: DraftTree) -> None:
+        self.tokens: list[list[int]] = tree.tokens.tolist()
+        parents = tree.parents.expand_as(tree.tokens).tolist()
+        real = None if tree.shape.real is None else tree.real().tolist()
+        self._of: list[dict[int, list[int]]] = []
+        for row, links in enumerate(parents):
+            children: dict[int, list[int]] = {}
+            for node in range(1, tree.nodes):
+                if real is None or real[row][node]:
+                    children.setdefault(links[node], []).append(node)
+            self._of.append(children)
+
+    def of(self, row: int, node: int) -> list[int]:
+        """The children of a node, in order."""
+        return self._of[row].get(node, [])
+
+    def find(self, row: int, node: int, token: int) -> int | None:
+        """The first child that carries `token`."""
+        return next((c for c in self.of(row, node) if self.tokens[row][c] == token), None)
+
+
+def accept(tree: DraftTree, scores: NodeScores, do_sample: bool, chance: Chance) -> Accepted:
+    """Walk the tree from the root, as far as the target agrees.
+
+    Args:
+        tree: the proposed tree.
+        scores: the target's processed scores; asked only for nodes that the walk reaches.
+        do_sample: sample from the scores; otherwise take their argmax.
+        chance: where randomness comes from.
+    """
+    children = Children(tree)
+    if do_sample and tree.drawn is not None:
+        rows = [_walk_drawn(row, children, tree.drawn, scores, chance) for row in range(tree.tokens.shape[0])]
+        return Accepted([path for path, _ in rows], [tokens for _, tokens in rows])
+    return _walk_chosen(tree.tokens.shape[0], children, scores, do_sample, chance)
+
+
+def _walk_chosen(batch: int, children: Children, scores: NodeScores, do_sample: bool, chance: Chance) -> Accepted:
+    paths: list[list[int]] = [[0] for _ in range(batch)]
+    tokens: list[list[int]] = [[] for _ in range(batch)]
+    walking = list(range(batch))
+    while walking:
+        found = scores(walking, [paths[row] for row in walking])
+        picked = chance.token(found.softmax(-1)) if do_sample else found.argmax(-1)
+        still = []
+        for row, token in zip(walking, picked.tolist(), strict=True):
+            tokens[row].append(token)
+            child = children.find(row, paths[row][-1], token)
+            if child is not None:
+                paths[row].append(child)
+                still.append(row)
+        walking = still
+    return Accepted(paths, tokens)
+
+
+def _walk_drawn(
+    row: int, children: Children, drawn: Drawn, scores: NodeScores, chance: Chance
+) -> tuple[list[int], list[int]]:
+    path, tokens = [0], []
+    while True:
+        p = scores([row], [path])[0].softmax(-1)
+        q = _over_vocabulary(drawn, row, path[-1], p.numel())
+        child, p = _try_children(row, children.of(row, path[-1]), children.tokens[row], drawn, p, q, chance)
+        if child is None:
+            tokens.append(int(chance.token(p.unsqueeze(0))))
+            return path, tokens
+        path.append(child)
+        tokens.append(children.tokens[row][child])
+
+
+def _try_children(
+    row: int, nodes: list[int], tokens: list[int], drawn: Drawn, p: Tensor, q: Tensor, chance: Chance
+) -> tuple[int | None, Tensor]:
+    """The accepted child, or None and the residual of p."""
+    for node in nodes:
+        token = tokens[node]
+        if drawn.drawn is None or bool(drawn.drawn[row, node]):
+            if float(q[token]) <= 0:
+                raise DraftTreeError(f"node {node} carries token {token}, which its own draft distribution excludes")
+            if chance.coin(min(1.0, float(p[token] / q[token]))):
+                return node, p
+            p = _normalised((p - q).clamp_(min=0), p)
+            if not drawn.with_replacement:
+                q = _without(q, token)
+        else:
+            if chance.coin(float(p[token])):
+                return node, p
+            p = _without(p, token)
+    return None, p
+
+
+def _over_vocabulary(drawn: Drawn, row: int, node: int, vocab_size: int) -> Tensor:
+    q = drawn.probs[row, node].float()
+    if drawn.token_ids is None:
+        return q
+    return q.new_zeros(vocab_size).scatter_(0, drawn.token_ids, q)
+
+
+def _without(probs: Tensor, token: int) -> Tensor:
+    rest = probs.clone()
+    rest[token] = 0
+    return _normalised(rest, rest)
+
+
+def _normalised(weights: Tensor, otherwise: Tensor) -> Tensor:
+    """Weights scaled to sum 1; `otherwise` where rounding left nothing (p equals q to the last bit)."""
+    total = weights.sum()
+    return weights / total if float(total) > 0 else otherwise

@@ -1,0 +1,206 @@
+"""The target's key-value cache: storage allocated ahead, written in place, a length per row.
+
+Letters: B rows, H key-value heads, S slots, d head size, N tree nodes, A accepted places (the root included).
+
+Row b holds its committed tokens in slots 0..length[b]-1, without padding. A tree pass writes its N nodes behind them;
+`keep` moves the accepted ones into place and forgets the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfspec.hf import Cache, CacheLayerMixin, DummyLayer, dynamic_cache
+
+
+class Slots:
+    """Lengths of the rows, shared by all layers of a cache, and what follows from them for the pass at hand."""
+
+    def __init__(self, batch: int, capacity: int, device: torch.device) -> None:
+        self.lengths = [0] * batch
+        self.capacity = capacity
+        self.device = device
+        self._index: Tensor | None = None
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all rows have one length."""
+        return min(self.lengths) == max(self.lengths)
+
+    def lengths_tensor(self) -> Tensor:
+        """`[B]` int64 on the device."""
+        return torch.tensor(self.lengths, device=self.device)
+
+    def index(self, new: int) -> Tensor:
+        """`[B, new]` int64: the slots that `new` tokens of each row go to."""
+        if self._index is None or self._index.shape[1] != new:
+            self._index = self.lengths_tensor().unsqueeze(1) + torch.arange(new, device=self.device)
+        return self._index
+
+    def view(self, window: int | None, new: int) -> tuple[int, int]:
+        """First and end slot that a pass over `new` tokens can see in a layer with this window."""
+        end = max(self.lengths) + new
+        if window is None:
+            return 0, end
+        return max(0, min(self.lengths) - window + 1), end
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Commit `counts[b]` more slots of each row."""
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self._index = None
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only."""
+        self.lengths = [self.lengths[row] for row in rows]
+        self._index = None
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values of one layer, `[B, H, capacity, d]`, of which the first `lengths[b]` slots are committed."""
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, slots: Slots, window: int | None) -> None:
+        super().__init__()
+        self.slots = slots
+        self.window = window
+        self.is_sliding = window is not None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate storage shaped after the first keys and values."""
+        self.keys = self._storage(key_states)
+        self.values = self._storage(value_states)
+        self.is_initialized = True
+
+    def _storage(self, like: Tensor) -> Tensor:
+        # Zeros, not empty: rows of a batch see each other's unwritten slots under a mask, and 0 * NaN would be NaN.
+        batch, heads, _, size = like.shape
+        return like.new_zeros(batch, heads, self.slots.capacity, size)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write `[B, H, N, d]` behind the committed slots; return what this pass may look at."""
+        new = key_states.shape[-2]
+        first, end = self.slots.view(self.window, new)
+        if not self.is_initialized:
+            self._make_room(end)
+            self.lazy_initialization(key_states, value_states)
+        elif end > self.keys.shape[-2]:
+            self._make_room(end)
+            self.keys, self.values = self._grown(self.keys), self._grown(self.values)
+        self._write(self.keys, key_states)
+        self._write(self.values, value_states)
+        return self.keys[:, :, first:end], self.values[:, :, first:end]
+
+    def _make_room(self, end: int) -> None:
+        if end > self.slots.capacity:
+            self.slots.capacity = max(end, 2 * self.slots.capacity)
+
+    def _grown(self, storage: Tensor) -> Tensor:
+        grown = self._storage(storage)
+        grown[:, :, : storage.shape[2]] = storage
+        return grown
+
+    def _write(self, storage: Tensor, new: Tensor) -> None:
+        count = new.shape[-2]
+        if self.slots.uniform:
+            start = self.slots.lengths[0]
+            storage[:, :, start : start + count] = new
+        else:
+            storage.scatter_(2, _spread(self.slots.index(count), new), new)
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy slots `source` to `target` (`[B, A]` each, equal where nothing moves)."""
+        for storage in (self.keys, self.values):
+            if storage.shape[0] == 1:
+                storage[0, :, target[0]] = storage[0, :, source[0]]
+                continue
+            shape = storage[:, :, : source.shape[1]]
+            storage.scatter_(2, _spread(target, shape), storage.gather(2, _spread(source, shape)))
+
+    def select(self, rows: Tensor) -> None:
+        """Go on with these rows only."""
+        if self.is_initialized:
+            self.keys, self.values = self.keys[rows], self.values[rows]
+
+    def get_seq_length(self) -> int:
+        """Committed tokens of the longest row."""
+        return max(self.slots.lengths)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Number of visible slots and the first of them."""
+        first, end = self.slots.view(self.window, query_length)
+        return end - first, first
+
+    def get_max_length(self) -> int:
+        """-1: storage grows when it must."""
+        return -1
+
+
+def _spread(index: Tensor, like: Tensor) -> Tensor:
+    batch, heads, _, size = like.shape
+    return index[:, None, :, None].expand(batch, heads, index.shape[1], size)
+
+
+class SlotCache(Cache):
+    """The cache handed to the target's `forward`.
+
+    Args:
+        windows: per layer None (all keys), a sliding window, or DummyLayer (a layer that reads another's keys).
+        batch: B.
+        capacity: slots to allocate at once; more are added by doubling if ever needed.
+        device: where the lengths live (keys and values follow the layers).
+    """
+
+    def __init__(
+        self, windows: Sequence[int | None | type[DummyLayer]], batch: int, capacity: int, device: torch.device
+    ) -> None:
+        self.slots = Slots(batch, capacity, device)
+        super().__init__(layers=[w() if isinstance(w, type) else SlotLayer(self.slots, w) for w in windows])
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens of each row."""
+        return self.slots.lengths
+
+    def _stores(self) -> list[SlotLayer]:
+        return [layer for layer in self.layers if isinstance(layer, SlotLayer) and layer.is_initialized]
+
+    def commit(self, counts: Sequence[int]) -> None:
+        """Keep the first `counts[b]` of the tokens just written."""
+        self.slots.advance(counts)
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keep these nodes of the tree just written, in path order (the root, node 0, first); drop all others.
+
+        Args:
+            paths: per row the accepted nodes, ascending.
+        """
+        if any(path[i] != i for path in paths for i in range(len(path))):
+            longest = max(map(len, paths))
+            filled = [[*path, *range(len(path), longest)] for path in paths]
+            base = self.slots.lengths_tensor().unsqueeze(1)
+            source = base + torch.tensor(filled, device=base.device)
+            target = base + torch.arange(longest, device=base.device)
+            for layer in self._stores():
+                layer.move(source.to(layer.keys.device), target.to(layer.keys.device))
+        self.slots.advance([len(path) for path in paths])
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only."""
+        for layer in self._stores():
+            layer.select(torch.tensor(rows, device=layer.keys.device))
+        self.slots.select(rows)
+
+    def to_dynamic(self, config: Any) -> Cache:
+        """A transformers DynamicCache with the committed tokens; all rows must have one length."""
+        length = self.lengths[0]
+        stores = [layer if isinstance(layer, SlotLayer) else None for layer in self.layers]
+        return dynamic_cache(
+            config,
+            [None if s is None else (s.keys[:, :, :length].clone(), s.values[:, :, :length].clone()) for s in stores],
+        )

@@ -1,0 +1,170 @@
+"""Draft heads on disk: `config.json` and `model.safetensors`, written whole or not at all, loaded strictly."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from selfspec import registry
+from selfspec._version import __version__
+from selfspec.errors import CheckpointError, ConfigError
+from selfspec.fingerprint import fingerprint, matches
+from selfspec.head import DraftHead
+from selfspec.target import Target
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder` to write into; its files replace those of `folder` when the block succeeds."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield draft
+        folder.mkdir(exist_ok=True)
+        for path in sorted(draft.iterdir(), key=lambda p: p.name == CONFIG):
+            os.replace(path, folder / path.name)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Write JSON under a temporary name, then rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+        json.dump(values, file, indent=2)
+        file.write("\n")
+    os.replace(file.name, path)
+
+
+def save_head(head: DraftHead, folder: str | Path, dtype: torch.dtype | None = None) -> Path:
+    """Save a head's own weights and its config.
+
+    Args:
+        head: any trainable draft.
+        folder: created if needed; files in it are replaced only once the new ones are complete.
+        dtype: cast floating-point weights first (for instance bfloat16 to halve the file).
+    """
+    config = head.config
+    config.base_fingerprint = config.base_fingerprint or fingerprint(head.target)
+    config.base_model = config.base_model or str(head.target.model.config._name_or_path)
+    tensors = head.owned_state()
+    if dtype is not None:
+        tensors = {k: v.to(dtype) if v.is_floating_point() else v for k, v in tensors.items()}
+    folder = Path(folder)
+    with replacing(folder) as draft:
+        save_file(tensors, str(draft / WEIGHTS), metadata={"format": "pt", "selfspec": __version__})
+        write_json(draft / CONFIG, config.to_dict())
+    return folder
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The parsed `config.json` of a heads folder."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise CheckpointError(f"{folder} holds no {CONFIG}; give a folder written by `selfspec train`")
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}); restore it from a backup or train again") from error
+    if not isinstance(values, dict) or not isinstance(values.get("kind"), str):
+        raise CheckpointError(f"{path} names no `kind`, so it is not a selfspec head")
+    return values
+
+
+def load_head(
+    name_or_path: str | Path,
+    target: Target,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    dtype: torch.dtype | None = None,
+    check_base: bool = True,
+) -> DraftHead:
+    """Load heads from a folder or the Hub onto a target.
+
+    Args:
+        name_or_path: folder, or repository id on the Hub.
+        target: the base model the heads were trained on.
+        revision: commit, branch or tag of a Hub repository.
+        token: Hub token for private repositories.
+        dtype: of the loaded weights; the target's by default.
+        check_base: compare the fingerprint of the target with the saved one.
+
+    Raises:
+        CheckpointError: damaged file, missing or unexpected tensors, or heads of another base model.
+    """
+    folder = _folder(name_or_path, revision, token)
+    values = read_config(folder)
+    try:
+        cls = registry.method(values["kind"])
+        config = cls.config_class.from_dict(values)
+    except (ConfigError, TypeError) as error:
+        raise CheckpointError(f"{folder / CONFIG}: {error}") from error
+    if check_base and config.base_fingerprint and not matches(config.base_fingerprint, found := fingerprint(target)):
+        raise CheckpointError(
+            f"{folder} was trained on {config.base_model!r} (fingerprint {config.base_fingerprint}), the model at hand "
+            f"has {found}; load that base model, or train heads for this one"
+        )
+    head: DraftHead = cls(config, target)
+    _fill(head, folder / WEIGHTS)
+    head.to(device=target.device, dtype=dtype or target.dtype)
+    return head.eval()
+
+
+def _folder(name_or_path: str | Path, revision: str | None, token: str | None) -> Path:
+    path = Path(name_or_path)
+    if path.is_dir():
+        return path
+    if path.exists() or str(name_or_path).count("/") > 1 or str(name_or_path).startswith((".", "~", "/")):
+        raise CheckpointError(f"{name_or_path} is not a folder of draft heads")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(str(name_or_path), revision=revision, token=token, allow_patterns=[CONFIG, WEIGHTS])
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"{name_or_path!r} is neither a folder here nor a repository that could be fetched from the Hub "
+            f"({type(error).__name__}: {str(error).splitlines()[0]})"
+        ) from error
+
+
+def _fill(head: DraftHead, path: Path) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; the heads' weights belong there")
+    wanted = head.state_dict()
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            names = set(file.keys())
+            _compare(path, names, set(wanted))
+            loaded = {}
+            for name in names:
+                shape = tuple(file.get_slice(name).get_shape())
+                if shape != tuple(wanted[name].shape):
+                    raise CheckpointError(f"{path}: {name} is {shape}, the config asks for {tuple(wanted[name].shape)}")
+                loaded[name] = file.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged or cut off ({error}); copy or download it again") from error
+    head.load_state_dict(loaded, strict=True)
+    head.after_load()
+
+
+def _compare(path: Path, found: set[str], wanted: set[str]) -> None:
+    if found != wanted:
+        raise CheckpointError(
+            f"{path} does not fit its config: missing {sorted(wanted - found)}, unexpected {sorted(found - wanted)}"
+        )

@@ -1,0 +1,132 @@
+"""The one interface every draft method implements, and the records that pass through it.
+
+Letters: B rows, N tree nodes, T newly committed tokens, D hidden size of the target, L tapped layers.
+
+A user's own object with `kind`, `needs`, `begin`, `propose` and `observe` is accepted wherever a named draft is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from selfspec.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which of the target's features a draft reads.
+
+    Args:
+        hidden: the last hidden state, after the final norm (what the output head reads).
+        layers: indices into transformers' `hidden_states`: k is the input of block k, 0 the embedding output.
+    """
+
+    hidden: bool = False
+    layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one round may cost.
+
+    Args:
+        nodes: the most nodes the tree may have, the root included; None leaves it to the draft.
+        depth: the deepest node that could still be committed in any row.
+    """
+
+    nodes: int | None = None
+    depth: int = 1 << 30
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the target's tokens are picked in this generation."""
+
+    do_sample: bool = False
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Verified:
+    """What the target has just read: the prompt at `begin`, one accepted path at `observe`.
+
+    Place t of a row holds the token that went through the target, the token that follows it, and the hidden states
+    the target had there. The last following token is the next round's root; it is not in the target's cache yet.
+
+    Args:
+        tokens: `[B, T]` int64, padded on the right.
+        next_tokens: `[B, T]` int64, the token after each.
+        counts: `[B]` int64, how many places of each row are real; at least 1.
+        hidden: `[B, T, D]`, after the final norm; None unless needed.
+        layers: one `[B, T, D]` per tapped layer, in the order of `Needs.layers`.
+        nodes: `[B, T]` int64, the node of the proposed tree each place came from (the root first); None at `begin`.
+    """
+
+    tokens: Tensor
+    next_tokens: Tensor
+    counts: Tensor
+    hidden: Tensor | None = None
+    layers: tuple[Tensor, ...] = ()
+    nodes: Tensor | None = None
+
+    @property
+    def root(self) -> Tensor:
+        """`[B]` int64: the newest committed token of each row."""
+        return last_of(self.next_tokens, self.counts)
+
+
+def last_of(values: Tensor, counts: Tensor) -> Tensor:
+    """The last real entry of each row: `[B, T, ...]` and `[B]` to `[B, ...]`."""
+    return values[torch.arange(values.shape[0], device=values.device), counts - 1]
+
+
+class DraftState(ABC):
+    """All that belongs to one generation; never kept on the draft itself."""
+
+    @abstractmethod
+    def select(self, rows: Tensor) -> DraftState:
+        """The state of some rows (`[K]` int64), used when rows of a batch finish."""
+
+
+@runtime_checkable
+class Draft(Protocol):
+    """Guesses the next tokens.
+
+    `propose` and `observe` may change the state they are given in place; the engine uses only what they return.
+    """
+
+    kind: str
+    needs: Needs
+
+    def begin(self, verified: Verified) -> Any:
+        """Read the prompt and return the state of a new generation."""
+
+    def propose(
+        self, state: Any, budget: Budget, sampling: Sampling, generator: torch.Generator | None
+    ) -> DraftTree:
+        """Guess a tree whose node 0 is the newest committed token of each row."""
+
+    def observe(self, state: Any, verified: Verified) -> Any:
+        """Take in what was committed and roll the state on. Equals `begin` on the longer prompt."""
+
+
+def chunk(verified: Verified, start: int, stop: int) -> Verified:
+    """Places `start..stop` of every row, for rows that are all at least that long (used by tests and tools)."""
+
+    def cut(values: Tensor) -> Tensor:
+        return values[:, start:stop]
+
+    return Verified(
+        cut(verified.tokens),
+        cut(verified.next_tokens),
+        (verified.counts - start).clamp(1, stop - start),
+        None if verified.hidden is None else cut(verified.hidden),
+        tuple(cut(layer) for layer in verified.layers),
+    )
+
+

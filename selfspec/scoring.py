@@ -1,0 +1,128 @@
+"""Logits processors along tree paths: each node's scores are processed with that node's own past.
+
+Letters: B rows, N nodes, V vocabulary, K rows asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as lp
+
+_IGNORE_THE_PAST = (
+    lp.TemperatureLogitsWarper,
+    lp.TopKLogitsWarper,
+    lp.TopPLogitsWarper,
+    lp.TopHLogitsWarper,
+    lp.MinPLogitsWarper,
+    lp.TypicalLogitsWarper,
+    lp.EpsilonLogitsWarper,
+    lp.EtaLogitsWarper,
+    lp.LogitNormalization,
+    lp.InfNanRemoveLogitsProcessor,
+    lp.SuppressTokensLogitsProcessor,
+)
+_CARRY_STATE = (
+    lp.SynthIDTextWatermarkLogitsProcessor,
+    lp.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    lp.ClassifierFreeGuidanceLogitsProcessor,
+    lp.WhisperTimeStampLogitsProcessor,
+    lp.WhisperNoSpeechDetection,
+    lp.AlternatingCodebooksLogitsProcessor,
+    lp.BarkEosPrioritizerLogitsProcessor,
+    lp.DiaClassifierFreeGuidanceLogitsProcessor,
+    lp.DiaEOSChannelFilterLogitsProcessor,
+    lp.DiaEOSDelayPatternLogitsProcessor,
+)
+_NEED_THE_ROW_NUMBER = (
+    lp.PrefixConstrainedLogitsProcessor,
+    lp.EncoderRepetitionPenaltyLogitsProcessor,
+    lp.EncoderNoRepeatNGramLogitsProcessor,
+)
+
+
+def unsupported_processors(processors: LogitsProcessorList, batch: int) -> list[str]:
+    """Names of processors that keep state from call to call, or that count rows when there are several."""
+    refused = _CARRY_STATE + (_NEED_THE_ROW_NUMBER if batch > 1 else ())
+    return [type(p).__name__ for p in processors if type(p) in refused]
+
+
+class History:
+    """All tokens of each row as `generate` shows them to processors (left padding included), in a growing buffer."""
+
+    def __init__(self, input_ids: Tensor, room: int) -> None:
+        self.buffer = input_ids.new_zeros(input_ids.shape[0], input_ids.shape[1] + room)
+        self.buffer[:, : input_ids.shape[1]] = input_ids
+        self.lengths = [input_ids.shape[1]] * input_ids.shape[0]
+
+    def write(self, row: int, at: int, tokens: Sequence[int]) -> None:
+        """Put tokens at a place of a row, without committing them."""
+        if at + len(tokens) > self.buffer.shape[1]:
+            self.buffer = torch.nn.functional.pad(self.buffer, (0, self.buffer.shape[1] + len(tokens)))
+        self.buffer[row, at : at + len(tokens)] = torch.tensor(tokens, device=self.buffer.device)
+
+    def append(self, row: int, tokens: Sequence[int]) -> None:
+        """Commit tokens to a row."""
+        self.write(row, self.lengths[row], tokens)
+        self.lengths[row] += len(tokens)
+
+    def past(self, row: int, extra: Sequence[int] = ()) -> Tensor:
+        """`[1, S]` int64: the committed tokens of a row and these after them."""
+        if extra:
+            self.write(row, self.lengths[row], extra)
+        return self.buffer[row : row + 1, : self.lengths[row] + len(extra)]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only."""
+        self.buffer = self.buffer[list(rows)]
+        self.lengths = [self.lengths[row] for row in rows]
+
+
+class Processors:
+    """A list of logits processors, called in as few batches as their look at the past allows."""
+
+    def __init__(self, processors: LogitsProcessorList) -> None:
+        self.processors = processors
+        self.read_the_past = any(type(p) not in _IGNORE_THE_PAST for p in processors)
+
+    def __call__(self, history: History, rows: Sequence[int], extras: Sequence[Sequence[int]], raw: Tensor) -> Tensor:
+        """Processed scores `[K, V]` float32.
+
+        Args:
+            history: the committed tokens.
+            rows: K rows of `history`.
+            extras: per row the tokens of the path after the committed ones.
+            raw: `[K, V]` logits in any dtype; not changed.
+        """
+        scores = raw.to(torch.float32, copy=True)
+        if not self.processors:
+            return scores
+        if not self.read_the_past:
+            return self.processors(history.buffer[:1, :1].expand(len(rows), 1), scores)
+        done = [
+            self.processors(history.past(row, extra), scores[i : i + 1])
+            for i, (row, extra) in enumerate(zip(rows, extras, strict=True))
+        ]
+        return done[0] if len(done) == 1 else torch.cat(done)
+
+
+class TreeScores:
+    """The target's processed scores at nodes of one tree, made when the walk asks; see `accept.NodeScores`."""
+
+    def __init__(self, logits: Tensor, tokens: list[list[int]], history: History, processors: Processors) -> None:
+        self.logits = logits
+        self.tokens = tokens
+        self.history = history
+        self.processors = processors
+
+    def __call__(self, rows: list[int], paths: list[list[int]]) -> Tensor:
+        """Scores `[K, V]` float32 at the last node of each path."""
+        if len(rows) == 1:
+            raw = self.logits[rows[0], paths[0][-1]].unsqueeze(0)
+        else:
+            raw = self.logits[rows, [path[-1] for path in paths]]
+        extras = [[self.tokens[row][node] for node in path[1:]] for row, path in zip(rows, paths, strict=True)]
+        return self.processors(self.history, rows, extras, raw)

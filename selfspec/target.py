@@ -1,0 +1,305 @@
+"""The one door to the Hugging Face model: prefill, tree passes, taps on hidden states, embedding and output head.
+
+Letters: B rows, P prompt tokens, N tree nodes, V vocabulary, D hidden size, L layers, Q draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from selfspec import hf
+from selfspec.cache import SlotCache
+from selfspec.draft import Needs
+from selfspec.errors import UnsupportedModel
+from selfspec.masks import as_attention_mask, tree_positions, visible
+from selfspec.tree import DraftTree
+
+_ADDS_BIAS_FROM_A_2D_MASK = {"bloom", "mpt"}
+
+
+@dataclass
+class _Tap:
+    """Hidden states caught during one forward pass of one Target."""
+
+    owner: Target
+    hidden: Tensor | None = None
+    layers: dict[int, Tensor] = field(default_factory=dict)
+
+
+_TAP: ContextVar[_Tap | None] = ContextVar("selfspec_tap", default=None)
+
+
+@dataclass(frozen=True, eq=False)
+class TargetOutput:
+    """What one pass of the target gave.
+
+    Args:
+        logits: `[B, N, V]` in the model's dtype (`[B, 1, V]` after a prefill: the last token of each row).
+        hidden: `[B, N, D]`, after the final norm; None unless needed.
+        layers: `[B, N, D]` each, in the order asked for.
+    """
+
+    logits: Tensor
+    hidden: Tensor | None = None
+    layers: tuple[Tensor, ...] = ()
+
+
+class Target:
+    """A decoder-only transformers model, unchanged, with what drafting and verifying need of it.
+
+    Args:
+        model: any model with a causal language-model head whose attention is full or sliding-window.
+
+    Raises:
+        UnsupportedModel: the model has a part that cannot be served exactly; the message names it.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        hf.check_version()
+        self.model = model
+        self.config = hf.config_of(model)
+        self._refuse_unsupported()
+        self.windows = hf.layer_windows(self.config)
+        self.mask_kinds = hf.mask_kinds(self.config, self.windows)
+        self._trims_logits = hf.supports_logits_to_keep(model)
+        self._handles: list[Any] = [hf.decoder_of(model).register_forward_hook(self._catch_hidden)]
+        self._tapped: set[int] = set()
+
+    def _refuse_unsupported(self) -> None:
+        name, config = type(self.model).__name__, self.config
+        if self.model.config.is_encoder_decoder:
+            raise UnsupportedModel(f"{name} is an encoder-decoder; only decoder-only models are supported")
+        if not self.model.can_generate():
+            raise UnsupportedModel(f"{name} has no language-model head; load it with AutoModelForCausalLM")
+        if config.model_type in _ADDS_BIAS_FROM_A_2D_MASK or getattr(config, "alibi", False):
+            raise UnsupportedModel(f"{name} derives ALiBi from a 2-D mask, which a tree of guesses does not have")
+        if "position_ids" not in inspect.signature(self.model.forward).parameters:
+            raise UnsupportedModel(f"{name}.forward takes no position_ids, so nodes of a tree cannot be placed")
+        if self.attention not in hf.MASKED_ATTENTION:
+            raise UnsupportedModel(
+                f"attention back end {self.attention!r} takes no tree mask; load the model with "
+                f"attn_implementation='sdpa' (supported: {', '.join(hf.MASKED_ATTENTION)})"
+            )
+
+    # What the model is
+
+    @property
+    def attention(self) -> str:
+        """The attention back end, by transformers' name."""
+        return str(self.config._attn_implementation)
+
+    @property
+    def model_type(self) -> str:
+        """transformers' `model_type`."""
+        return str(self.config.model_type)
+
+    @property
+    def hidden_size(self) -> int:
+        """D."""
+        return int(self.config.hidden_size)
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the number of logits."""
+        weight = self.output_weight()
+        return int(self.config.vocab_size) if weight is None or weight.numel() == 0 else weight.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go."""
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the hidden states."""
+        return self.model.dtype
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence the model is made for, None if it does not say."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    def input_weight(self) -> Tensor | None:
+        """`[V, D]` input embedding, None if the model has none."""
+        return getattr(self.model.get_input_embeddings(), "weight", None)
+
+    def _output_head(self) -> nn.Module:
+        head = self.model.get_output_embeddings()
+        if head is None:
+            raise UnsupportedModel(f"{type(self.model).__name__} exposes no output embeddings")
+        return head
+
+    def output_weight(self) -> Tensor | None:
+        """`[V, D]` output head, by reference."""
+        return getattr(self._output_head(), "weight", None)
+
+    def norm_weights(self) -> list[Tensor]:
+        """A few vectors of the norms, for fingerprints."""
+        vectors = [p for p in hf.decoder_of(self.model).parameters() if p.shape == (self.hidden_size,)]
+        return [*vectors[:2], *vectors[-2:]]
+
+    # Parts that drafts borrow
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Input embeddings `[..., D]` of token ids `[...]`, scaled as the model scales them."""
+        return self.model.get_input_embeddings()(tokens)
+
+    def output_rows(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Rows of the output head for `[Q]` token ids: weight `[Q, D]` and bias `[Q]` or None (copies).
+
+        Raises:
+            UnsupportedModel: the head's weight is not in memory (offloaded) or not plain numbers (quantised).
+        """
+        head = self._output_head()
+        weight = self.output_weight()
+        if weight is None or weight.is_meta or not weight.is_floating_point() or weight.numel() == 0:
+            raise UnsupportedModel(
+                "the target's output head is offloaded, sharded or quantised, so a draft cannot borrow rows of it; "
+                "keep the output head in memory in a floating-point dtype"
+            )
+        bias = getattr(head, "bias", None)
+        index = token_ids.to(weight.device)
+        return weight.detach()[index], None if bias is None else bias.detach()[index]
+
+    def finish_logits(self, raw: Tensor) -> Tensor:
+        """What the model does between its output head and its logits (scale, soft cap), any shape."""
+        scale = getattr(self.config, "logit_scale", None)
+        divisor = getattr(self.config, "logits_scaling", None)
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        raw = raw * scale if scale else raw
+        raw = raw / divisor if divisor else raw
+        return cap * torch.tanh(raw / cap) if cap else raw
+
+    # Passes
+
+    def new_cache(self, batch: int, capacity: int) -> SlotCache:
+        """An empty cache for `batch` rows with `capacity` slots allocated ahead."""
+        return SlotCache(self.windows, batch, capacity, self.device)
+
+    def prefill(self, tokens: Tensor, counts: list[int], cache: SlotCache, needs: Needs) -> TargetOutput:
+        """Read prompts into an empty cache and commit them.
+
+        Args:
+            tokens: `[B, P]` int64, each row padded on the right. Causality hides the padding from real tokens.
+            counts: real tokens of each row.
+            cache: empty.
+            needs: which hidden states to return.
+        """
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        last: int | Tensor = 1
+        if min(counts) != tokens.shape[1]:
+            last = torch.tensor(counts, device=tokens.device).unsqueeze(1) - 1
+        output = self._forward(tokens, cache, None, positions, last, needs)
+        cache.commit(counts)
+        return output
+
+    def verify(self, tree: DraftTree, cache: SlotCache, needs: Needs) -> TargetOutput:
+        """One pass over all nodes of a tree. The nodes stay uncommitted until `cache.keep`."""
+        slots = cache.slots
+        mask: Tensor | dict[str, Tensor] | None = None
+        if tree.nodes > 1 or not slots.uniform:
+            masks = {
+                kind: as_attention_mask(visible(tree.shape, slots, window), self.attention, self.dtype)
+                for kind, window in self.mask_kinds.items()
+            }
+            mask = masks[None] if None in masks else {str(kind): m for kind, m in masks.items()}
+        positions = tree_positions(tree.shape, slots).expand_as(tree.tokens)
+        return self._forward(tree.tokens, cache, mask, positions, 0, needs)
+
+    def features(self, tokens: Tensor, attention_mask: Tensor | None, needs: Needs) -> TargetOutput:
+        """Hidden states of whole sequences, without cache and without logits: what heads are trained on.
+
+        Args:
+            tokens: `[B, P]` int64, padded on the right.
+            attention_mask: `[B, P]`, 1 for real tokens; None when all are.
+            needs: which hidden states to return.
+        """
+        with self._tap(needs) as tap, torch.no_grad():
+            output = hf.decoder_of(self.model)(input_ids=tokens, attention_mask=attention_mask, use_cache=False)
+        hidden = output.last_hidden_state if needs.hidden else None
+        return TargetOutput(tokens.new_empty(0), hidden, tuple(tap.layers[k] for k in needs.layers))
+
+    def _forward(
+        self,
+        tokens: Tensor,
+        cache: SlotCache,
+        mask: Tensor | dict[str, Tensor] | None,
+        positions: Tensor,
+        last: int | Tensor,
+        needs: Needs,
+    ) -> TargetOutput:
+        trim = {"logits_to_keep": last} if self._trims_logits else {}
+        with self._tap(needs) as tap:
+            output = self.model(
+                input_ids=tokens,
+                attention_mask=mask,
+                position_ids=positions,
+                cache=cache,
+                use_cache=True,
+                return_dict=True,
+                **trim,
+            )
+        logits = output.logits
+        if not self._trims_logits and not (isinstance(last, int) and last == 0):
+            where = slice(-1, None) if isinstance(last, int) else last.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
+            logits = logits[:, where] if isinstance(where, slice) else logits.gather(1, where)
+        return TargetOutput(logits, tap.hidden, tuple(tap.layers[k] for k in needs.layers))
+
+    # Taps: hooks stay in place, a context variable says who listens, so concurrent passes do not mix
+
+    @contextmanager
+    def _tap(self, needs: Needs) -> Iterator[_Tap]:
+        for layer in needs.layers:
+            self._watch(layer)
+        tap = _Tap(self)
+        if not needs.hidden and not needs.layers:
+            yield tap
+            return
+        token = _TAP.set(tap)
+        try:
+            yield tap
+        finally:
+            _TAP.reset(token)
+            if not needs.hidden:
+                tap.hidden = None
+
+    def _catch_hidden(self, module: nn.Module, args: Any, output: Any) -> None:
+        tap = _TAP.get()
+        if tap is not None and tap.owner is self:
+            tap.hidden = output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
+
+    def _watch(self, layer: int) -> None:
+        if layer in self._tapped:
+            return
+        blocks = hf.blocks_of(self.model)
+        if not 0 <= layer < len(blocks):
+            raise UnsupportedModel(f"layer {layer} to read from is not in 0..{len(blocks) - 1} of this target")
+
+        def catch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            tap = _TAP.get()
+            if tap is not None and tap.owner is self:
+                tap.layers[layer] = args[0] if args else kwargs["hidden_states"]
+
+        self._handles.append(blocks[layer].register_forward_pre_hook(catch, with_kwargs=True))
+        self._tapped.add(layer)
+
+    def release(self) -> None:
+        """Take the hooks off the model again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._tapped.clear()

@@ -1,0 +1,208 @@
+"""The draft tree: what a draft proposes and the target verifies in one pass.
+
+Letters: B rows, N tree nodes, Q size of the draft's vocabulary, R is 1 (all rows share a shape) or B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from selfspec.errors import ConfigError, DraftTreeError
+
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class TreeShape:
+    """Who is whose child, without tokens.
+
+    Args:
+        parents: `[R, N]` int64, the index of each node's parent; node 0 is the root and has parent -1. Parents come
+            before children.
+        real: `[R, N]` bool, which nodes take part; None means all of them. The root is always real.
+    """
+
+    parents: Tensor
+    real: Tensor | None = None
+
+    @property
+    def nodes(self) -> int:
+        """N, the number of nodes, the root included."""
+        return self.parents.shape[1]
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """`[R, N, N]` bool: entry (i, j) says that j is i itself or an ancestor of i."""
+        nodes = self.nodes
+        links = self.parents.unsqueeze(-1) == torch.arange(nodes, device=self.parents.device)
+        reach = links | torch.eye(nodes, dtype=torch.bool, device=self.parents.device)
+        hops = 1
+        while hops < nodes - 1:
+            reach = (reach.float() @ reach.float()) > 0
+            hops *= 2
+        return reach
+
+    @cached_property
+    def depth(self) -> Tensor:
+        """`[R, N]` int64: the number of steps from the root (the root has 0)."""
+        return self.ancestors.sum(-1) - 1
+
+    @cached_property
+    def max_depth(self) -> int:
+        """The depth of the deepest real node."""
+        depth = self.depth if self.real is None else self.depth.masked_fill(~self.real, 0)
+        return int(depth.max())
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """True when every node is the only child of the one before it."""
+        line = torch.arange(-1, self.nodes - 1, device=self.parents.device)
+        return self.real is None and bool((self.parents == line).all())
+
+    def paths(self, row: int = 0) -> list[list[int]]:
+        """Root-to-leaf paths of one row as node indices, the root included, in order of their leaves."""
+        parents = self.parents[row if self.parents.shape[0] > 1 else 0].tolist()
+        real = [True] * self.nodes if self.real is None else self.real[row if self.real.shape[0] > 1 else 0].tolist()
+        inner = {p for p, r in zip(parents, real, strict=True) if r}
+        paths = []
+        for leaf in (i for i in range(self.nodes) if real[i] and i not in inner):
+            path = [leaf]
+            while path[-1] != 0:
+                path.append(parents[path[-1]])
+            paths.append(path[::-1])
+        return paths
+
+    def keep(self, index: Tensor) -> TreeShape:
+        """The shape cut down to the nodes in `index` (`[M]`, ascending, closed under parents, 0 first)."""
+        place = torch.full((self.nodes + 1,), -1, dtype=torch.long, device=index.device)
+        place[index] = torch.arange(index.numel(), device=index.device)
+        parents = place[self.parents[:, index]]
+        return TreeShape(parents, None if self.real is None else self.real[:, index])
+
+    @staticmethod
+    def chain(length: int, device: torch.device | str = "cpu") -> TreeShape:
+        """A root followed by `length` nodes in a line."""
+        return TreeShape(torch.arange(-1, length, device=device).unsqueeze(0))
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """The distributions that drawn nodes really came from, without which sampling is not lossless.
+
+    Args:
+        probs: `[B, N, Q]` float32; row i is the distribution from which the children of node i were drawn.
+        drawn: `[B, N]` bool, which nodes were drawn; the others were chosen without chance. None means all.
+        with_replacement: whether siblings were drawn independently. If not, each sibling was drawn from the
+            distribution with its elder siblings removed and the rest renormalised.
+        token_ids: `[Q]` int64, the target's token id of each column; None when Q is the target's vocabulary.
+    """
+
+    probs: Tensor
+    drawn: Tensor | None = None
+    with_replacement: bool = True
+    token_ids: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class DraftTree:
+    """A batch of token trees.
+
+    Args:
+        tokens: `[B, N]` int64. Node 0 is the last committed token, which is not in the target's cache yet.
+        shape: the links between nodes, shared by all rows or one per row.
+        drawn: None when all nodes were chosen without chance (for instance top-k).
+    """
+
+    tokens: Tensor
+    shape: TreeShape
+    drawn: Drawn | None = None
+
+    @property
+    def nodes(self) -> int:
+        """N, the root included."""
+        return self.tokens.shape[1]
+
+    @property
+    def parents(self) -> Tensor:
+        """`[R, N]` int64."""
+        return self.shape.parents
+
+    def real(self) -> Tensor:
+        """`[B, N]` bool."""
+        if self.shape.real is None:
+            return torch.ones_like(self.tokens, dtype=torch.bool)
+        return self.shape.real.expand_as(self.tokens)
+
+    @staticmethod
+    def root_only(root: Tensor) -> DraftTree:
+        """No guesses at all: plain decoding of one token. `root` is `[B]`."""
+        return DraftTree(root.unsqueeze(1), TreeShape.chain(0, root.device))
+
+    def limit_depth(self, depth: int) -> DraftTree:
+        """The tree without the nodes deeper than `depth` in every row."""
+        if self.shape.max_depth <= depth:
+            return self
+        index = (self.shape.depth <= depth).any(0).nonzero().squeeze(1)
+        drawn = self.drawn
+        if drawn is not None:
+            flags = None if drawn.drawn is None else drawn.drawn[:, index]
+            drawn = Drawn(drawn.probs[:, index], flags, drawn.with_replacement, drawn.token_ids)
+        shape = self.shape.keep(index)
+        if shape.parents.shape[0] > 1:
+            shallow = (self.shape.depth <= depth)[:, index]
+            shape = TreeShape(shape.parents, shallow if shape.real is None else shape.real & shallow)
+        return DraftTree(self.tokens[:, index], shape, drawn)
+
+    def check(self, root: Tensor, vocab_size: int) -> None:
+        """Raise DraftTreeError unless the tree is well formed and starts at `root` (`[B]`)."""
+        batch, nodes = self.tokens.shape
+        parents = self.parents
+        if parents.shape[1] != nodes or parents.shape[0] not in (1, batch):
+            raise DraftTreeError(f"parents have shape {tuple(parents.shape)}, wanted (1 or {batch}, {nodes})")
+        if not torch.equal(self.tokens[:, 0], root):
+            raise DraftTreeError(f"node 0 is {self.tokens[:, 0].tolist()}, wanted the last token {root.tolist()}")
+        line = torch.arange(nodes, device=parents.device)
+        if bool(((parents >= line) | (parents < 0))[:, 1:].any()) or bool((parents[:, 0] != -1).any()):
+            raise DraftTreeError(f"parents must come before children and the root's be -1, got {parents.tolist()}")
+        inside = (self.tokens >= 0) & (self.tokens < vocab_size)
+        if not bool((inside | ~self.real()).all()):
+            raise DraftTreeError(f"tokens must lie in 0..{vocab_size - 1}, got {self.tokens[~inside].tolist()}")
+
+
+def shape_from_choices(choices: Iterable[Sequence[int]]) -> tuple[TreeShape, list[Path]]:
+    """A static tree from nested choices, as Medusa writes them (Cai et al. 2024, section 2.3.1).
+
+    A path `(c1, .., cm)` is a node at depth m whose token has rank `cm` among the guesses for its place. Nodes are
+    ordered by depth, then by path; the root comes first.
+
+    Args:
+        choices: one path of ranks per node; every prefix of a path must be there too.
+
+    Returns:
+        The shape (`[1, N]`) and the paths in node order, the root's empty path first.
+
+    Raises:
+        ConfigError: a negative rank, a path twice, or a path without its parent, by name.
+    """
+    paths: list[Path] = [tuple(int(c) for c in choice) for choice in choices]
+    if () in paths:
+        raise ConfigError("a tree's choices hold an empty path (); the root is implied, leave it out")
+    for path in paths:
+        if any(c < 0 for c in path):
+            raise ConfigError(f"path {path} in the tree's choices has a negative rank; ranks start at 0")
+    twice = {p for p in paths if paths.count(p) > 1}
+    if twice:
+        raise ConfigError(f"path {min(twice)} stands more than once in the tree's choices; list each path once")
+    ordered: list[Path] = [(), *sorted(paths, key=lambda p: (len(p), p))]
+    place = {path: i for i, path in enumerate(ordered)}
+    parents = [-1]
+    for path in ordered[1:]:
+        if path[:-1] not in place:
+            raise ConfigError(f"path {path} in the tree's choices has no parent; add {path[:-1]}")
+        parents.append(place[path[:-1]])
+    return TreeShape(torch.tensor([parents])), ordered
