@@ -1,0 +1,131 @@
+"""Which tree a draft proposes: static trees from nested choices, and trees grown by the draft's own confidence.
+
+Letters: B rows, N tree nodes, k beams, C children considered, Q draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from selfspec.errors import ConfigError
+from selfspec.tree import Path, TreeShape, shape_from_choices
+
+_FIRST = (0.55, 0.13, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01)
+_FADE = (1.0, 0.85, 0.75, 0.7)
+DEFAULT_NODES = {1: 6, 2: 8, 3: 10}
+
+
+def best_choices(acceptance: Sequence[Sequence[float]], nodes: int) -> list[Path]:
+    """The tree of `nodes` guesses (the root not counted) with the highest expected accepted length.
+
+    A path counts as accepted with the product of its ranks' chances (Cai et al. 2024, section 2.3.3), so taking the
+    likeliest path next is optimal. Best first: every prefix of the list is the best tree of its size.
+
+    Args:
+        acceptance: per depth, the chance that the guess of each rank is right.
+        nodes: how many guesses.
+    """
+    found: list[Path] = []
+    frontier: list[tuple[float, Path]] = [(-1.0, ())]
+    while frontier and len(found) <= nodes:
+        chance, path = heapq.heappop(frontier)
+        found.append(path)
+        ranks = acceptance[len(path)] if len(path) < len(acceptance) else ()
+        for rank, right in enumerate(ranks):
+            heapq.heappush(frontier, (chance * right, (*path, rank)))
+    return found[1:]
+
+
+def default_choices(heads: int) -> list[Path]:
+    """A small tree for this many heads, sized for machines where every node of a verify pass costs."""
+    table = [[_FADE[min(depth, len(_FADE) - 1)] * chance for chance in _FIRST] for depth in range(heads)]
+    return best_choices(table, DEFAULT_NODES.get(heads, 12) - 1)
+
+
+def check_choices(choices: Sequence[Path], heads: int, ranks: int) -> None:
+    """Raise ConfigError, naming the path, unless the choices form a tree that the heads can fill.
+
+    Args:
+        choices: one path of ranks per node.
+        heads: the deepest path possible.
+        ranks: how many guesses a head can rank.
+    """
+    shape_from_choices(choices)
+    for path in choices:
+        if len(path) > heads:
+            raise ConfigError(f"path {path} in the tree's choices is {len(path)} deep, but there are {heads} heads")
+        if max(path) >= ranks:
+            raise ConfigError(f"path {path} in the tree's choices asks for rank {max(path)} of {ranks} draft tokens")
+
+
+def cut_choices(choices: Sequence[Path], nodes: int, depth: int) -> list[Path]:
+    """The first choices that fit `nodes` (the root not counted) and `depth`; a late parent holds its children back."""
+    place = {path: index for index, path in enumerate(choices)}
+    shallow = [path for path in choices if len(path) <= depth]
+    return sorted(shallow, key=lambda path: (max(place[path[: n + 1]] for n in range(len(path))), len(path)))[:nodes]
+
+
+class CandidatePool:
+    """A tree grown level by level towards what the draft itself holds likely (Li et al. 2024, EAGLE-2, section 4).
+
+    Each level offers the best `top_k` children of each beam node; the best `top_k` of those are the next beam. In the
+    end the best nodes of all levels form the tree. Scores are sums of log q, which never grow along a path, so the
+    parents of chosen nodes are chosen too; equal scores go to the earlier entry of the pool.
+
+    Args:
+        batch: B.
+        top_k: k, both children per node and width of the beam.
+        device: of the logits.
+    """
+
+    def __init__(self, batch: int, top_k: int, device: torch.device) -> None:
+        self.top_k = top_k
+        self._scores: list[Tensor] = []
+        self._columns: list[Tensor] = []
+        self._parents: list[Tensor] = []
+        self._size = 0
+        self._beam_scores = torch.zeros(batch, 1, device=device)
+        self._beam = torch.full((batch, 1), -1, device=device)
+
+    def grow(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the children of the beam.
+
+        Args:
+            logits: `[B, beam, Q]` of the draft at the nodes of the beam (at the root on the first call).
+
+        Returns:
+            The new beam, best first: its draft columns and the slots of its parents in the old beam, `[B, k]` each.
+        """
+        logits = logits.float()
+        children = min(self.top_k, logits.shape[-1])
+        values, columns = logits.topk(children)
+        gains = (values - logits.logsumexp(-1, keepdim=True)).clamp_max(0)
+        scores = (self._beam_scores.unsqueeze(-1) + gains).flatten(1)
+        columns = columns.flatten(1)
+        self._scores.append(scores)
+        self._columns.append(columns)
+        self._parents.append(self._beam.repeat_interleave(children, 1))
+        order = scores.sort(descending=True, stable=True).indices[:, : self.top_k]
+        self._beam_scores = scores.gather(1, order)
+        self._beam = order + self._size
+        self._size += scores.shape[1]
+        return columns.gather(1, order), order // children
+
+    def best(self, guesses: int) -> tuple[Tensor, TreeShape]:
+        """The best `guesses` entries of the pool (all, if it holds fewer), in the pool's order.
+
+        Returns:
+            Their draft columns `[B, N - 1]` and the links of the tree of N nodes with the root in front.
+        """
+        scores, columns, parents = (torch.cat(part, 1) for part in (self._scores, self._columns, self._parents))
+        chosen = scores.sort(descending=True, stable=True).indices[:, :guesses].sort(1).values
+        batch, count = chosen.shape
+        place = torch.zeros(batch, self._size + 1, dtype=torch.long, device=chosen.device)
+        place.scatter_(1, chosen + 1, torch.arange(1, count + 1, device=chosen.device).expand(batch, -1))
+        links = place.gather(1, parents.gather(1, chosen) + 1)
+        root = torch.full((batch, 1), -1, dtype=torch.long, device=chosen.device)
+        return columns.gather(1, chosen), TreeShape(torch.cat([root, links], 1))

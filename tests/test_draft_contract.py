@@ -1,0 +1,381 @@
+"""What every draft method promises, one row per registry name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from selfspec import registry
+from selfspec.checkpoint import CONFIG, WEIGHTS, load_head, save_head
+from selfspec.draft import Budget, Draft, Sampling, Verified, chunk
+from selfspec.errors import CheckpointError, ConfigError
+from selfspec.head import DraftHead
+from selfspec.heads.eagle import EagleConfig
+from selfspec.heads.lookup import LookupConfig
+from selfspec.heads.medusa import MedusaConfig
+from selfspec.target import Target
+from selfspec.tree import DraftTree
+
+torch.set_num_threads(1)
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True)
+class Row:
+    """How the contract is tried on one method."""
+
+    kind: str
+    config: Callable[..., Any]
+    trainable: bool = True
+
+
+ROWS = [
+    Row("eagle", lambda **kw: EagleConfig(**{"draft_vocab_size": 50, **kw})),
+    Row("lookup", lambda **kw: LookupConfig(), trainable=False),
+    Row("medusa", lambda **kw: MedusaConfig(**{"draft_vocab_size": 50, "num_heads": 3, **kw})),
+]
+TRAINABLE = [row for row in ROWS if row.trainable]
+each = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.kind)
+each_trainable = pytest.mark.parametrize("row", TRAINABLE, ids=lambda row: row.kind)
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def target(request: pytest.FixtureRequest) -> Target:
+    return tiny.selfspec_target(request.param)
+
+
+def make(row: Row, target: Target, **options: Any) -> Any:
+    """A draft with random weights, so that every part of it matters."""
+    draft = registry.method(row.kind).from_target(row.config(**options), target, torch.Generator().manual_seed(0))
+    if row.trainable:
+        draft.output.set_vocab(
+            torch.arange(3, 3 + draft.output.vocab.size) if draft.output.vocab.size < 97 else torch.arange(97)
+        )
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in draft.parameters():
+                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return draft
+
+
+def read(target: Target, draft: Draft, tokens: Tensor, counts: Tensor | None = None) -> Verified:
+    """What a prefill of `tokens` but the last of each row gives."""
+    output = target.features(tokens[:, :-1], None, draft.needs)
+    if counts is None:
+        counts = torch.full((tokens.shape[0],), tokens.shape[1] - 1)
+    return Verified(tokens[:, :-1], tokens[:, 1:], counts, output.hidden, output.layers)
+
+
+def propose(draft: Draft, state: Any, budget: Budget | None = None, sampling: Sampling = GREEDY) -> DraftTree:
+    return draft.propose(state, budget or Budget(), sampling, torch.Generator().manual_seed(0))
+
+
+def repeating(batch: int, length: int) -> Tensor:
+    """Text with repeats, so that lookup finds something."""
+    return tiny.text(batch, 7).repeat(1, length // 7 + 1)[:, :length]
+
+
+def tensors_of(state: Any, lengths: list[int] | None = None) -> list[Tensor]:
+    """Every tensor of a state, caches cut to their committed slots."""
+    found = []
+    for value in vars(state).values():
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif hasattr(value, "layers"):
+            for layer in value.layers:
+                for row, length in enumerate(value.lengths):
+                    found += [layer.keys[row, :, :length], layer.values[row, :, :length]]
+    return found
+
+
+def assert_same_tree(one: DraftTree, other: DraftTree) -> None:
+    assert torch.equal(one.tokens, other.tokens)
+    assert torch.equal(one.parents, other.parents)
+    assert torch.equal(one.real(), other.real())
+
+
+def test_every_method_has_a_row() -> None:
+    assert [row.kind for row in ROWS] == registry.kinds()
+
+
+@each
+def test_drafts_keep_the_interface(row: Row, target: Target) -> None:
+    assert isinstance(make(row, target), Draft)
+
+
+@each
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    "budget", [Budget(), Budget(nodes=4), Budget(nodes=1), Budget(depth=2), Budget(depth=0)], ids=str
+)
+def test_trees_are_well_formed_and_within_budget(row: Row, target: Target, batch: int, budget: Budget) -> None:
+    draft, text = make(row, target), repeating(batch, 20)
+    tree = propose(draft, draft.begin(read(target, draft, text)), budget)
+    tree.check(text[:, -1], target.vocab_size)
+    assert tree.tokens.shape[0] == batch
+    assert tree.shape.max_depth <= budget.depth
+    assert budget.nodes is None or tree.nodes <= budget.nodes
+    assert tree.nodes > 1 or budget.nodes == 1 or budget.depth == 0
+
+
+@each
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(do_sample=True, temperature=0.7)], ids=["greedy", "sampling"])
+def test_nodes_are_chosen_without_chance(row: Row, target: Target, sampling: Sampling) -> None:
+    draft, text = make(row, target), repeating(2, 20)
+    state = draft.begin(read(target, draft, text))
+    tree = propose(draft, state, sampling=sampling)
+    assert tree.drawn is None
+    assert_same_tree(tree, propose(draft, state))
+
+
+@each
+def test_siblings_differ(row: Row, target: Target) -> None:
+    draft, text = make(row, target), repeating(2, 20)
+    tree = propose(draft, draft.begin(read(target, draft, text)))
+    for tokens, parents, real in zip(tree.tokens, tree.parents.expand_as(tree.tokens), tree.real(), strict=True):
+        pairs = [(int(p), int(t)) for p, t, r in zip(parents, tokens, real, strict=True) if r]
+        assert len(set(pairs)) == len(pairs)
+
+
+@each
+def test_propose_leaves_the_targets_cache_alone(row: Row, target: Target) -> None:
+    draft, text = make(row, target), repeating(1, 20)
+    cache = target.new_cache(1, 64)
+    output = target.prefill(text[:, :-1], [19], cache, draft.needs)
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    verified = Verified(text[:, :-1], text[:, 1:], torch.tensor([19]), output.hidden, output.layers)
+    propose(draft, draft.begin(verified))
+    assert cache.lengths == [19]
+    for layer, (keys, values) in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
+
+
+@each
+@pytest.mark.parametrize("batch", [1, 2])
+def test_observe_after_propose_is_begin_on_the_longer_prompt(row: Row, target: Target, batch: int) -> None:
+    draft = make(row, target)
+    whole = read(target, draft, repeating(batch, 25))
+    state = draft.begin(chunk(whole, 0, 17))
+    for start, stop in [(17, 18), (18, 21), (21, 24)]:
+        propose(draft, state)
+        state = draft.observe(state, chunk(whole, start, stop))
+    fresh = draft.begin(whole)
+    assert_same_tree(propose(draft, state), propose(draft, fresh))
+    for rolled, begun in zip(tensors_of(state), tensors_of(fresh), strict=True):
+        torch.testing.assert_close(rolled, begun, atol=1e-5, rtol=1e-5)
+
+
+def ragged(verified: Verified, counts: list[int]) -> Verified:
+    """The same with only `counts[b]` real places per row; the rest is rubbish."""
+    keep = torch.arange(verified.tokens.shape[1]) < torch.tensor(counts).unsqueeze(1)
+    hidden = None if verified.hidden is None else verified.hidden.where(keep.unsqueeze(-1), 1e3)
+    return Verified(verified.tokens.where(keep, 0), verified.next_tokens.where(keep, 0), torch.tensor(counts), hidden)
+
+
+@each
+def test_ragged_rows_are_as_rows_alone(row: Row, target: Target) -> None:
+    draft = make(row, target)
+    first, then = [19, 12, 7], [2, 5, 1]
+    whole = read(target, draft, repeating(3, 25))
+    state = draft.begin(ragged(chunk(whole, 0, 19), first))
+    propose(draft, state)
+    rows = [chunk(pick(whole, [b]), first[b], first[b] + 5) for b in range(3)]
+    later = Verified(
+        torch.cat([r.tokens for r in rows]),
+        torch.cat([r.next_tokens for r in rows]),
+        torch.tensor(then),
+        None if whole.hidden is None else torch.cat([r.hidden for r in rows]),
+    )
+    state = draft.observe(state, ragged(later, then))
+    tree = propose(draft, state)
+    for b in range(3):
+        alone = propose(draft, draft.begin(chunk(pick(whole, [b]), 0, first[b] + then[b])))
+        real = tree.real()[b]
+        assert torch.equal(tree.tokens[b][real], alone.tokens[0])
+        assert torch.equal(tree.parents.expand_as(tree.tokens)[b][real], alone.parents[0])
+
+
+def pick(verified: Verified, rows: list[int]) -> Verified:
+    hidden = None if verified.hidden is None else verified.hidden[rows]
+    return Verified(verified.tokens[rows], verified.next_tokens[rows], verified.counts[rows], hidden)
+
+
+@each
+def test_select_goes_on_with_some_rows(row: Row, target: Target) -> None:
+    draft = make(row, target)
+    whole = read(target, draft, repeating(3, 25))
+    state = draft.begin(chunk(whole, 0, 17)).select(torch.tensor([2, 0]))
+    rest = pick(whole, [2, 0])
+    state = draft.observe(state, chunk(rest, 17, 20))
+    assert_same_tree(propose(draft, state), propose(draft, draft.begin(chunk(rest, 0, 20))))
+
+
+@each
+def test_generations_do_not_share_state(row: Row, target: Target) -> None:
+    draft = make(row, target)
+    one, two = read(target, draft, repeating(1, 20)), read(target, draft, tiny.text(1, 30))
+    alone = propose(draft, draft.begin(one))
+    first = draft.begin(one)
+    propose(draft, draft.begin(two), Budget(nodes=3))
+    assert_same_tree(alone, propose(draft, first))
+
+
+@each_trainable
+def test_gradients_reach_owned_and_no_borrowed_parameters(row: Row, target: Target) -> None:
+    head: DraftHead = make(row, target)
+    verified = read(target, head, tiny.text(2, 20))
+    head.loss(verified, torch.ones(2, 19, dtype=torch.bool)).loss.backward()
+    for name, parameter in head.named_parameters():
+        assert parameter.grad is not None and bool((parameter.grad != 0).any()), name
+    assert all(parameter.grad is None for parameter in target.model.parameters())
+    assert not {id(p) for p in head.parameters()} & {id(p) for p in target.model.parameters()}
+
+
+@each_trainable
+@pytest.mark.parametrize("own", [False, True], ids=["borrowed", "own"])
+def test_saved_and_loaded_heads_draft_the_same_tree(row: Row, target: Target, tmp_path: Path, own: bool) -> None:
+    head = make(row, target, own_output=own)
+    loaded = load_head(save_head(head, tmp_path / "head"), target)
+    assert type(loaded) is type(head) and loaded.config == head.config
+    verified = read(target, head, repeating(1, 20))
+    assert_same_tree(propose(head, head.begin(verified)), propose(loaded, loaded.begin(verified)))
+    mask = torch.ones(1, 19, dtype=torch.bool)
+    assert torch.equal(head.loss(verified, mask).loss, loaded.loss(verified, mask).loss)
+
+
+@each_trainable
+def test_only_owned_tensors_are_saved(row: Row, target: Target, tmp_path: Path) -> None:
+    head: DraftHead = make(row, target)
+    saved = load_file(save_head(head, tmp_path / "head") / WEIGHTS)
+    assert set(saved) == {name for name, _ in head.named_parameters()} | {"output.vocab.ids"}
+
+
+def _drop(tensors: dict[str, Tensor], name: str) -> None:
+    del tensors[name]
+
+
+def _add(tensors: dict[str, Tensor], name: str) -> None:
+    tensors["stranger"] = torch.zeros(2)
+
+
+def _reshape(tensors: dict[str, Tensor], name: str) -> None:
+    tensors[name] = tensors[name][..., :-1].contiguous()
+
+
+@each_trainable
+@pytest.mark.parametrize("harm", [_drop, _add, _reshape])
+def test_weights_that_do_not_fit_are_refused_by_name(
+    row: Row, target: Target, tmp_path: Path, harm: Callable[[dict[str, Tensor], str], None]
+) -> None:
+    folder = save_head(make(row, target), tmp_path / "head")
+    tensors = load_file(folder / WEIGHTS)
+    name = sorted(set(tensors) - {"output.vocab.ids"})[0]
+    harm(tensors, name)
+    save_file(tensors, folder / WEIGHTS)
+    with pytest.raises(CheckpointError, match="stranger" if harm is _add else name):
+        load_head(folder, target)
+
+
+@each_trainable
+def test_truncated_missing_and_foreign_files_are_refused(row: Row, target: Target, tmp_path: Path) -> None:
+    folder = save_head(make(row, target), tmp_path / "head")
+    whole = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match="damaged or cut off"):
+        load_head(folder, target)
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(CheckpointError, match="missing"):
+        load_head(folder, target)
+    shutil.rmtree(folder)
+    with pytest.raises(CheckpointError):
+        load_head(folder, target)
+
+
+@each_trainable
+def test_unknown_config_keys_are_refused_by_name(row: Row, target: Target, tmp_path: Path) -> None:
+    folder = save_head(make(row, target), tmp_path / "head")
+    values = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps({**values, "stranger": 1}))
+    with pytest.raises(CheckpointError, match="stranger"):
+        load_head(folder, target)
+
+
+@each_trainable
+@pytest.mark.parametrize("size", [1, 2, tiny.VOCAB])
+def test_draft_vocabularies_of_any_size(row: Row, target: Target, size: int) -> None:
+    head = make(row, target, draft_vocab_size=size)
+    verified = read(target, head, tiny.text(2, 20))
+    tree = propose(head, head.begin(verified))
+    tree.check(verified.root, target.vocab_size)
+    assert bool(torch.isin(tree.tokens[:, 1:], head.output.vocab.ids).all())
+    assert torch.isfinite(head.loss(verified, torch.ones(2, 19, dtype=torch.bool)).loss)
+
+
+@each_trainable
+@pytest.mark.parametrize("size", [-1, tiny.VOCAB + 1])
+def test_impossible_draft_vocabularies_are_refused(row: Row, target: Target, size: int) -> None:
+    with pytest.raises(ConfigError):
+        make(row, target, draft_vocab_size=size)
+
+
+@each_trainable
+def test_an_empty_mask_gives_loss_zero_and_finite_gradients(row: Row, target: Target) -> None:
+    head = make(row, target)
+    verified = read(target, head, tiny.text(2, 20))
+    result = head.loss(verified, torch.zeros(2, 19, dtype=torch.bool))
+    result.loss.backward()
+    assert result.loss.item() == 0 and not result.seen.any()
+    assert all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in head.parameters())
+
+
+@each_trainable
+def test_loss_does_not_read_padding(row: Row, target: Target) -> None:
+    head = make(row, target)
+    whole = read(target, head, tiny.text(2, 20))
+    counts = [19, 11]
+    mask = torch.arange(19) < torch.tensor(counts).unsqueeze(1)
+    padded = head.loss(ragged(whole, counts), mask)
+    cut = pick(whole, [0]), chunk(pick(whole, [1]), 0, 11)
+    apart = [head.loss(v, torch.ones(1, int(v.counts[0]), dtype=torch.bool), torch.tensor(1)) for v in cut]
+    torch.testing.assert_close(padded.loss * padded.seen[0], sum(a.loss for a in apart))
+    torch.testing.assert_close(padded.seen, sum(a.seen for a in apart))
+
+
+@each_trainable
+def test_loss_over_given_items_is_the_sum_over_them(row: Row, target: Target) -> None:
+    head = make(row, target)
+    verified = read(target, head, tiny.text(2, 20))
+    mask = torch.ones(2, 19, dtype=torch.bool)
+    own = head.loss(verified, mask)
+    torch.testing.assert_close(own.loss * own.seen[0], head.loss(verified, mask, torch.tensor(10)).loss * 10)
+
+
+@each_trainable
+def test_fresh_heads_are_finite_and_repeatable(row: Row, target: Target) -> None:
+    heads = [
+        registry.method(row.kind).from_target(row.config(num_layers=2), target, torch.Generator().manual_seed(5))
+        for _ in range(2)
+    ]
+    for (name, one), (_, two) in zip(heads[0].named_parameters(), heads[1].named_parameters(), strict=True):
+        assert bool(torch.isfinite(one).all()) and torch.equal(one, two), name
+
+
+@each_trainable
+def test_low_precision_and_large_features_stay_finite(row: Row, target: Target) -> None:
+    head = make(row, target).to(torch.bfloat16)
+    verified = read(target, head, tiny.text(2, 20))
+    assert verified.hidden is not None
+    large = Verified(verified.tokens, verified.next_tokens, verified.counts, verified.hidden * 1000)
+    result = head.loss(large, torch.ones(2, 19, dtype=torch.bool))
+    assert result.loss.dtype == torch.float32 and bool(torch.isfinite(result.loss))
+    propose(head, head.begin(large)).check(verified.root, target.vocab_size)
