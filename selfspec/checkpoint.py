@@ -105,7 +105,7 @@ def load_head(
     Raises:
         CheckpointError: damaged file, missing or unexpected tensors, or heads of another base model.
     """
-    folder = _folder(name_or_path, revision, token)
+    folder = heads_folder(name_or_path, revision, token)
     values = read_config(folder)
     try:
         cls = registry.method(values["kind"])
@@ -123,7 +123,12 @@ def load_head(
     return head.eval()
 
 
-def _folder(name_or_path: str | Path, revision: str | None, token: str | None) -> Path:
+def heads_folder(name_or_path: str | Path, revision: str | None = None, token: str | None = None) -> Path:
+    """The local folder of heads given by folder or Hub id (fetched if need be).
+
+    Raises:
+        CheckpointError: neither a folder nor a repository that can be reached.
+    """
     path = Path(name_or_path)
     if path.is_dir():
         return path

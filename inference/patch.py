@@ -1,0 +1,289 @@
+"""`patch` makes `model.generate` speculative; `unpatch` takes it back.
+
+It goes through transformers' own extension point (`generate(custom_generate=...)`), so arguments, processors and
+stopping criteria are prepared by transformers as ever.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin, StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from selfspec import registry
+from selfspec.checkpoint import load_head
+from selfspec.draft import Draft
+from selfspec.errors import ConfigError, UnsupportedGeneration
+from selfspec.head import DraftHead
+from selfspec.inference.engine import decode
+from selfspec.inference.request import Request, Result
+from selfspec.inference.speculation import Speculation
+from selfspec.inference.stopping import Stopper
+from selfspec.scoring import unsupported_processors
+from selfspec.target import Target
+
+_HANDLE = "speculation"
+_HANDLED_KWARGS = {
+    "attention_mask",
+    "position_ids",
+    "cache",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "cache_position",
+}
+
+
+def patch(
+    model: PreTrainedModel,
+    draft: str | Path | Draft,
+    *,
+    nodes: int | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    check_base: bool = True,
+) -> PreTrainedModel:
+    """Make `model.generate` draft and verify. Its arguments and its output stay what they were.
+
+    Args:
+        model: a causal language model; its weights and its code are not touched.
+        draft: a folder or Hub id of trained heads, the name of a method that needs no training, or any object that
+            implements `selfspec.draft.Draft`.
+        nodes: the most nodes of a tree, the root included; None leaves it to the draft.
+        revision: Hub revision of the heads.
+        token: Hub token.
+        check_base: compare the heads' fingerprint of their base model with this one.
+
+    Returns:
+        The same model. `model.speculation` holds the statistics.
+
+    Raises:
+        UnsupportedModel: the model cannot be served exactly.
+        CheckpointError: the heads are damaged or of another base model.
+        ConfigError: no such method, or one that needs training.
+    """
+    if nodes is not None and nodes < 1:
+        raise ConfigError(f"nodes={nodes} leaves no room for the root; give at least 1")
+    unpatch(model)
+    target = Target(model)
+    try:
+        speculation = Speculation(target, resolve_draft(draft, target, revision, token, check_base), nodes)
+    except Exception:
+        target.release()
+        raise
+    setattr(model, _HANDLE, speculation)
+    model.generate = _speculative_generate(model, speculation)
+    return model
+
+
+def unpatch(model: PreTrainedModel) -> PreTrainedModel:
+    """Leave the model as `patch` found it. Does nothing to a model that is not patched."""
+    speculation = model.__dict__.pop(_HANDLE, None)
+    if speculation is not None:
+        model.__dict__.pop("generate", None)
+        speculation.target.release()
+    return model
+
+
+def resolve_draft(
+    draft: str | Path | Draft,
+    target: Target,
+    revision: str | None = None,
+    token: str | None = None,
+    check_base: bool = True,
+) -> Draft:
+    """A draft from a name, a folder, a Hub id, or itself."""
+    if isinstance(draft, Draft):
+        return draft
+    if not isinstance(draft, (str, Path)):
+        missing = [name for name in ("kind", "needs", "begin", "propose", "observe") if not hasattr(draft, name)]
+        raise ConfigError(f"{type(draft).__name__} is not a Draft: it lacks {', '.join(missing)}")
+    if str(draft) in registry.kinds() and not Path(draft).is_dir():
+        cls = registry.method(str(draft))
+        if issubclass(cls, DraftHead):
+            raise ConfigError(
+                f"{draft!r} heads must be trained first: run `selfspec train`, then give the folder it wrote"
+            )
+        found: Draft = cls.from_target(cls.config_class(), target)
+        return found
+    return load_head(draft, target, revision=revision, token=token, check_base=check_base)
+
+
+def _speculative_generate(model: PreTrainedModel, speculation: Speculation) -> Callable[..., Any]:
+    original = type(model).generate
+    names = list(inspect.signature(original).parameters)[1:]
+
+    def generate(*args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Any:
+        kwargs.update(zip(names, args, strict=False))
+        if kwargs.get("custom_generate") is not None:
+            return original(model, **kwargs)
+        if kwargs.get("assistant_model") is not None:
+            raise UnsupportedGeneration("assistant_model: this model already drafts for itself; call unpatch first")
+        _take_stop_strings(model, kwargs)
+        streamer = kwargs.get("streamer")
+
+        def speculate(
+            self: PreTrainedModel,
+            input_ids: Tensor,
+            logits_processor: LogitsProcessorList,
+            stopping_criteria: StoppingCriteriaList,
+            generation_config: GenerationConfig,
+            **model_kwargs: Any,
+        ) -> GenerateDecoderOnlyOutput | Tensor:
+            call = _Call(input_ids, logits_processor, stopping_criteria, generation_config, streamer, generator)
+            return call.run(speculation, model_kwargs)
+
+        return original(model, custom_generate=speculate, **kwargs)
+
+    generate.__doc__ = original.__doc__
+    return generate
+
+
+def _take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    """Turn stop strings into a criterion here: `generate` drops the tokenizer before a custom method sees it."""
+    config = kwargs.get("generation_config") or model.generation_config
+    strings = kwargs.pop("stop_strings", None) or config.stop_strings
+    tokenizer = kwargs.pop("tokenizer", None)
+    if strings is None:
+        return
+    if tokenizer is None:
+        raise UnsupportedGeneration("stop strings need the model's tokenizer: pass tokenizer=... to generate")
+    if config.stop_strings is not None:
+        kwargs["generation_config"] = GenerationConfig.from_dict({**config.to_dict(), "stop_strings": None})
+    criteria = [*(kwargs.get("stopping_criteria") or []), StopStringCriteria(tokenizer, strings)]
+    kwargs["stopping_criteria"] = StoppingCriteriaList(criteria)
+
+
+class _Call:
+    """One prepared call of `generate`."""
+
+    def __init__(
+        self,
+        input_ids: Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        streamer: BaseStreamer | None,
+        generator: torch.Generator | None,
+    ) -> None:
+        self.input_ids = input_ids
+        self.processors = processors
+        self.criteria = criteria
+        self.config = config
+        self.streamer = streamer
+        self.generator = generator
+
+    def run(self, speculation: Speculation, model_kwargs: dict[str, Any]) -> GenerateDecoderOnlyOutput | Tensor:
+        """Speculate, or decode plainly with a warning that says why."""
+        self._refuse()
+        reasons = self._obstacles(model_kwargs)
+        if reasons:
+            warnings.warn(
+                f"selfspec: decoding without speculation, because of {'; '.join(reasons)}", UserWarning, stacklevel=4
+            )
+            return self._plain(speculation.target.model, model_kwargs)
+        result = decode(speculation.target, speculation.draft, self._request(speculation, model_kwargs))
+        speculation.record(result.stats)
+        return self._output(speculation.target, result)
+
+    def _refuse(self) -> None:
+        config = self.config
+        wrong = {
+            "num_beams": config.num_beams not in (None, 1),
+            "penalty_alpha": bool(config.penalty_alpha),
+            "dola_layers": getattr(config, "dola_layers", None) is not None,
+            "constraints": getattr(config, "constraints", None) is not None,
+            "force_words_ids": getattr(config, "force_words_ids", None) is not None,
+            "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
+            "assistant_early_exit": getattr(config, "assistant_early_exit", None) is not None,
+        }
+        named = [f"{name}={getattr(config, name)}" for name, found in wrong.items() if found]
+        if named:
+            raise UnsupportedGeneration(
+                f"speculative decoding is greedy or samples, it cannot honour {', '.join(named)}; leave it out, or call "
+                "selfspec.unpatch(model) first"
+            )
+
+    def _obstacles(self, model_kwargs: dict[str, Any]) -> list[str]:
+        config, batch = self.config, self.input_ids.shape[0]
+        found = [f"processor {name}" for name in unsupported_processors(self.processors, batch)]
+        found += [f"argument {k}" for k, v in model_kwargs.items() if k not in _HANDLED_KWARGS and v is not None]
+        cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
+        if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
+            found.append("a cache of the caller's own")
+        for name in ("output_attentions", "output_hidden_states"):
+            if getattr(config, name) and config.return_dict_in_generate:
+                found.append(name)
+        if config.use_cache is False:
+            found.append("use_cache=False")
+        if config.cache_implementation not in (None, "dynamic"):
+            found.append(f"cache_implementation={config.cache_implementation!r}")
+        if batch > 1 and self._stops_unevenly_without_end():
+            found.append("several prompts with a stopping criterion but no end token")
+        return found + self._padding_obstacles(model_kwargs)
+
+    def _stops_unevenly_without_end(self) -> bool:
+        stopper = Stopper(self.criteria)
+        return bool(stopper.others) and not stopper.has_end_tokens
+
+    def _padding_obstacles(self, model_kwargs: dict[str, Any]) -> list[str]:
+        mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+        if self.input_ids.shape[1] == 0:
+            raise UnsupportedGeneration("the prompt is empty; give at least one token")
+        if mask is not None and (mask.shape != self.input_ids.shape or bool((mask[:, 1:] < mask[:, :-1]).any())):
+            return ["padding that is not on the left"]
+        wanted = torch.arange(self.input_ids.shape[1], device=self.input_ids.device).unsqueeze(0)
+        if mask is not None:
+            wanted = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+        if positions is not None and not bool((positions.to(wanted.device) == wanted).all()):
+            return ["position_ids of the caller's own"]
+        return []
+
+    def _plain(self, model: PreTrainedModel, model_kwargs: dict[str, Any]) -> GenerateDecoderOnlyOutput | Tensor:
+        return GenerationMixin._sample(
+            model, self.input_ids, self.processors, self.criteria, self.config, streamer=self.streamer, **model_kwargs
+        )
+
+    def _request(self, speculation: Speculation, model_kwargs: dict[str, Any]) -> Request:
+        config = self.config
+        pad = config._pad_token_tensor
+        returned = bool(config.return_dict_in_generate)
+        device = speculation.target.device
+        mask = model_kwargs.get("attention_mask")
+        return Request(
+            self.input_ids.to(device),
+            None if mask is None else mask.to(device),
+            self.processors,
+            self.criteria,
+            do_sample=bool(config.do_sample),
+            temperature=1.0 if config.temperature is None else float(config.temperature),
+            pad_token_id=None if pad is None else int(pad),
+            generator=self.generator,
+            streamer=self.streamer,
+            keep_scores=returned and bool(config.output_scores),
+            keep_logits=returned and bool(config.output_logits),
+            nodes=speculation.nodes,
+        )
+
+    def _output(self, target: Target, result: Result) -> GenerateDecoderOnlyOutput | Tensor:
+        sequences = result.sequences.to(self.input_ids.device)
+        if not self.config.return_dict_in_generate:
+            return sequences
+        cache = result.cache
+        whole = cache is not None and cache.slots.uniform and cache.lengths[0] == sequences.shape[1] - 1
+        return GenerateDecoderOnlyOutput(
+            sequences=sequences,
+            scores=result.scores,
+            logits=result.logits,
+            cache=cache.to_dynamic(target.config) if cache is not None and whole else None,
+        )
+
+

@@ -1,0 +1,66 @@
+"""`model.speculation`: the draft in use and what it has done so far."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from selfspec.draft import Draft
+from selfspec.stats import STAGES, Stats
+from selfspec.target import Target
+
+
+class Speculation:
+    """Statistics of a patched model. Safe to use from several threads.
+
+    Attributes:
+        target: the door to the model.
+        draft: the draft in use.
+        nodes: the most nodes of a tree, None if the draft decides.
+        last: statistics of the call that finished last, None before the first.
+    """
+
+    def __init__(self, target: Target, draft: Draft, nodes: int | None = None) -> None:
+        self.target = target
+        self.draft = draft
+        self.nodes = nodes
+        self.last: Stats | None = None
+        self._total = Stats()
+        self._lock = threading.Lock()
+
+    def record(self, stats: Stats) -> None:
+        """Take in a finished call."""
+        with self._lock:
+            self.last = stats
+            self._total.add(stats)
+
+    def reset(self) -> None:
+        """Forget all statistics."""
+        with self._lock:
+            self.last = None
+            self._total = Stats()
+
+    def report(self) -> Report:
+        """Rounds, tokens per round, acceptance by depth and time by stage since `patch` or `reset`."""
+        with self._lock:
+            return Report(draft=self.draft.kind, **self._total.to_dict())
+
+
+class Report(dict[str, Any]):
+    """A dict of figures that prints as a short table."""
+
+    def __str__(self) -> str:
+        if not self["rounds"]:
+            return f"draft {self['draft']}: no rounds yet"
+        depths = " ".join(f"{share:.2f}" for share in self["accepted_by_depth"])
+        total = sum(self["stage_seconds"].values()) or 1.0
+        stages = " ".join(f"{stage} {self['stage_seconds'][stage] / total:.0%}" for stage in STAGES)
+        return (
+            f"draft {self['draft']}: {self['new_tokens']} tokens in {self['rounds']} rounds\n"
+            f"tokens per round {self['tokens_per_round']:.2f} (plain decoding 1.00), "
+            f"of them drafted {self['accepted_per_round']:.2f}\n"
+            f"share of rounds that accepted depth 1, 2, ...: {depths}\n"
+            f"time: {stages}"
+        )
+
+    __repr__ = __str__
