@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin, StopStringCriteria
+from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from selfspec import registry
+from selfspec import hf, registry
 from selfspec.checkpoint import load_head
 from selfspec.draft import Draft
 from selfspec.errors import ConfigError, UnsupportedGeneration
@@ -79,8 +79,8 @@ def patch(
     except Exception:
         target.release()
         raise
-    setattr(model, _HANDLE, speculation)
-    model.generate = _speculative_generate(model, speculation)
+    model.__dict__[_HANDLE] = speculation
+    model.__dict__["generate"] = _speculative_generate(model, speculation)
     return model
 
 
@@ -118,7 +118,7 @@ def resolve_draft(
 
 
 def _speculative_generate(model: PreTrainedModel, speculation: Speculation) -> Callable[..., Any]:
-    original = type(model).generate
+    original: Callable[..., Any] = type(model).generate  # type: ignore[attr-defined]
     names = list(inspect.signature(original).parameters)[1:]
 
     def generate(*args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Any:
@@ -208,8 +208,8 @@ class _Call:
         named = [f"{name}={getattr(config, name)}" for name, found in wrong.items() if found]
         if named:
             raise UnsupportedGeneration(
-                f"speculative decoding is greedy or samples, it cannot honour {', '.join(named)}; leave it out, or call "
-                "selfspec.unpatch(model) first"
+                f"speculative decoding is greedy or samples, it cannot honour {', '.join(named)}; leave it out, or "
+                "call selfspec.unpatch(model) first"
             )
 
     def _obstacles(self, model_kwargs: dict[str, Any]) -> list[str]:
@@ -248,9 +248,10 @@ class _Call:
         return []
 
     def _plain(self, model: PreTrainedModel, model_kwargs: dict[str, Any]) -> GenerateDecoderOnlyOutput | Tensor:
-        return GenerationMixin._sample(
+        found: GenerateDecoderOnlyOutput | Tensor = hf.sample_plainly(
             model, self.input_ids, self.processors, self.criteria, self.config, streamer=self.streamer, **model_kwargs
         )
+        return found
 
     def _request(self, speculation: Speculation, model_kwargs: dict[str, Any]) -> Request:
         config = self.config
@@ -280,10 +281,8 @@ class _Call:
         cache = result.cache
         whole = cache is not None and cache.slots.uniform and cache.lengths[0] == sequences.shape[1] - 1
         return GenerateDecoderOnlyOutput(
-            sequences=sequences,
-            scores=result.scores,
-            logits=result.logits,
+            sequences=sequences,  # type: ignore[arg-type]
+            scores=result.scores,  # type: ignore[arg-type]
+            logits=result.logits,  # type: ignore[arg-type]
             cache=cache.to_dynamic(target.config) if cache is not None and whole else None,
         )
-
-

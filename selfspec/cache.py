@@ -64,6 +64,8 @@ class SlotLayer(CacheLayerMixin):
 
     is_compileable = False
     is_croppable = False
+    stored_keys: Tensor
+    stored_values: Tensor
 
     def __init__(self, slots: Slots, window: int | None) -> None:
         super().__init__()
@@ -73,8 +75,8 @@ class SlotLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate storage shaped after the first keys and values."""
-        self.keys = self._storage(key_states)
-        self.values = self._storage(value_states)
+        self.stored_keys = self._storage(key_states)
+        self.stored_values = self._storage(value_states)
         self.is_initialized = True
 
     def _storage(self, like: Tensor) -> Tensor:
@@ -89,12 +91,12 @@ class SlotLayer(CacheLayerMixin):
         if not self.is_initialized:
             self._make_room(end)
             self.lazy_initialization(key_states, value_states)
-        elif end > self.keys.shape[-2]:
+        elif end > self.stored_keys.shape[-2]:
             self._make_room(end)
-            self.keys, self.values = self._grown(self.keys), self._grown(self.values)
-        self._write(self.keys, key_states)
-        self._write(self.values, value_states)
-        return self.keys[:, :, first:end], self.values[:, :, first:end]
+            self.stored_keys, self.stored_values = self._grown(self.stored_keys), self._grown(self.stored_values)
+        self._write(self.stored_keys, key_states)
+        self._write(self.stored_values, value_states)
+        return self.stored_keys[:, :, first:end], self.stored_values[:, :, first:end]
 
     def _make_room(self, end: int) -> None:
         if end > self.slots.capacity:
@@ -115,7 +117,7 @@ class SlotLayer(CacheLayerMixin):
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots `source` to `target` (`[B, A]` each, equal where nothing moves)."""
-        for storage in (self.keys, self.values):
+        for storage in (self.stored_keys, self.stored_values):
             if storage.shape[0] == 1:
                 storage[0, :, target[0]] = storage[0, :, source[0]]
                 continue
@@ -125,7 +127,7 @@ class SlotLayer(CacheLayerMixin):
     def select(self, rows: Tensor) -> None:
         """Go on with these rows only."""
         if self.is_initialized:
-            self.keys, self.values = self.keys[rows], self.values[rows]
+            self.stored_keys, self.stored_values = self.stored_keys[rows], self.stored_values[rows]
 
     def get_seq_length(self) -> int:
         """Committed tokens of the longest row."""
@@ -157,7 +159,7 @@ class SlotCache(Cache):
     """
 
     def __init__(
-        self, windows: Sequence[int | None | type[DummyLayer]], batch: int, capacity: int, device: torch.device
+        self, windows: Sequence[int | type[DummyLayer] | None], batch: int, capacity: int, device: torch.device
     ) -> None:
         self.slots = Slots(batch, capacity, device)
         super().__init__(layers=[w() if isinstance(w, type) else SlotLayer(self.slots, w) for w in windows])
@@ -187,20 +189,22 @@ class SlotCache(Cache):
             source = base + torch.tensor(filled, device=base.device)
             target = base + torch.arange(longest, device=base.device)
             for layer in self._stores():
-                layer.move(source.to(layer.keys.device), target.to(layer.keys.device))
+                layer.move(source.to(layer.stored_keys.device), target.to(layer.stored_keys.device))
         self.slots.advance([len(path) for path in paths])
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows only."""
         for layer in self._stores():
-            layer.select(torch.tensor(rows, device=layer.keys.device))
+            layer.select(torch.tensor(rows, device=layer.stored_keys.device))
         self.slots.select(rows)
 
     def to_dynamic(self, config: Any) -> Cache:
         """A transformers DynamicCache with the committed tokens; all rows must have one length."""
         length = self.lengths[0]
-        stores = [layer if isinstance(layer, SlotLayer) else None for layer in self.layers]
-        return dynamic_cache(
-            config,
-            [None if s is None else (s.keys[:, :, :length].clone(), s.values[:, :, :length].clone()) for s in stores],
-        )
+        pairs: list[tuple[Tensor, Tensor] | None] = [
+            (layer.stored_keys[:, :, :length].clone(), layer.stored_values[:, :, :length].clone())
+            if isinstance(layer, SlotLayer)
+            else None
+            for layer in self.layers
+        ]
+        return dynamic_cache(config, pairs)

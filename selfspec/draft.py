@@ -100,15 +100,18 @@ class Draft(Protocol):
     `propose` and `observe` may change the state they are given in place; the engine uses only what they return.
     """
 
-    kind: str
-    needs: Needs
+    @property
+    def kind(self) -> str:
+        """A name for reports."""
+
+    @property
+    def needs(self) -> Needs:
+        """Which of the target's features it reads."""
 
     def begin(self, verified: Verified) -> Any:
         """Read the prompt and return the state of a new generation."""
 
-    def propose(
-        self, state: Any, budget: Budget, sampling: Sampling, generator: torch.Generator | None
-    ) -> DraftTree:
+    def propose(self, state: Any, budget: Budget, sampling: Sampling, generator: torch.Generator | None) -> DraftTree:
         """Guess a tree whose node 0 is the newest committed token of each row."""
 
     def observe(self, state: Any, verified: Verified) -> Any:
@@ -128,5 +131,3 @@ def chunk(verified: Verified, start: int, stop: int) -> Verified:
         None if verified.hidden is None else cut(verified.hidden),
         tuple(cut(layer) for layer in verified.layers),
     )
-
-

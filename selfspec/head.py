@@ -175,9 +175,7 @@ class DraftHead(nn.Module, ABC):
         """See `Draft.begin`."""
 
     @abstractmethod
-    def propose(
-        self, state: Any, budget: Budget, sampling: Sampling, generator: torch.Generator | None
-    ) -> DraftTree:
+    def propose(self, state: Any, budget: Budget, sampling: Sampling, generator: torch.Generator | None) -> DraftTree:
         """See `Draft.propose`."""
 
     @abstractmethod

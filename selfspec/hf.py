@@ -18,6 +18,7 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
 )
+from transformers.generation import GenerationMixin
 
 from selfspec.errors import UnsupportedModel
 
@@ -33,8 +34,10 @@ __all__ = [
     "check_version",
     "config_of",
     "decoder_of",
+    "dynamic_cache",
     "layer_windows",
     "mask_kinds",
+    "sample_plainly",
     "supports_logits_to_keep",
 ]
 
@@ -44,8 +47,8 @@ def check_version() -> None:
     found = Version(transformers.__version__)
     if not MIN_VERSION <= Version(found.base_version) < END_VERSION:
         raise UnsupportedModel(
-            f"transformers {found} is installed, this version of selfspec works with >= {MIN_VERSION}, < {END_VERSION}; "
-            f"run: pip install 'transformers>={MIN_VERSION},<{END_VERSION}'"
+            f"transformers {found} is installed, this version of selfspec works with >= {MIN_VERSION}, "
+            f"< {END_VERSION}; run: pip install 'transformers>={MIN_VERSION},<{END_VERSION}'"
         )
 
 
@@ -54,9 +57,10 @@ def config_of(model: PreTrainedModel) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def decoder_of(model: PreTrainedModel) -> nn.Module:
+def decoder_of(model: Any) -> nn.Module:
     """The module whose output is the last hidden state (after the final norm)."""
-    return model.base_model
+    module: nn.Module = model.base_model
+    return module
 
 
 def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
@@ -68,13 +72,13 @@ def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
     return lists[0]
 
 
-def layer_windows(config: Any) -> list[int | None | type[DummyLayer]]:
+def layer_windows(config: Any) -> list[int | type[DummyLayer] | None]:
     """What each layer of the target keeps: None all keys, an int a sliding window, DummyLayer nothing.
 
     Raises:
         UnsupportedModel: a layer with recurrent state, compressed or chunked keys; the message names it.
     """
-    plan: list[int | None | type[DummyLayer]] = []
+    plan: list[int | type[DummyLayer] | None] = []
     for index, layer in enumerate(DynamicCache(config=config).layers):
         if type(layer) is DynamicLayer:
             plan.append(None)
@@ -95,7 +99,7 @@ def _kind(config: Any, index: int) -> str:
     return kinds[index] if kinds else "attention"
 
 
-def mask_kinds(config: Any, windows: list[int | None | type[DummyLayer]]) -> dict[str | None, int | None]:
+def mask_kinds(config: Any, windows: list[int | type[DummyLayer] | None]) -> dict[str | None, int | None]:
     """The masks that `forward` wants: layer type to window; the single key None when one mask serves all layers."""
     real = [w for w in windows if not isinstance(w, type)]
     if len(set(real)) <= 1:
@@ -110,7 +114,7 @@ def mask_kinds(config: Any, windows: list[int | None | type[DummyLayer]]) -> dic
     return found
 
 
-def supports_logits_to_keep(model: PreTrainedModel) -> bool:
+def supports_logits_to_keep(model: Any) -> bool:
     """Whether `forward` can leave out logits that nobody reads."""
     return bool(model._supports_logits_to_keep())
 
@@ -122,3 +126,8 @@ def dynamic_cache(config: Any, layers: list[tuple[Tensor, Tensor] | None]) -> Dy
         if pair is not None:
             cache.update(*pair, index)
     return cache
+
+
+def sample_plainly(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """transformers' own greedy and sampling loop, on arguments that `generate` has prepared."""
+    return GenerationMixin._sample(model, *args, **kwargs)

@@ -60,7 +60,7 @@ def load_target(
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         tokenizer.pad_token = tokenizer.eos_token
     if "device_map" not in kwargs:
-        model.to(device)
+        model.to(torch.device(device))  # type: ignore[arg-type]
     return model.eval(), tokenizer
 
 

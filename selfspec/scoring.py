@@ -6,6 +6,7 @@ Letters: B rows, N nodes, V vocabulary, K rows asked for.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ class History:
         self.write(row, self.lengths[row], tokens)
         self.lengths[row] += len(tokens)
 
-    def past(self, row: int, extra: Sequence[int] = ()) -> Tensor:
+    def past(self, row: int, extra: Sequence[int] = ()) -> Any:
         """`[1, S]` int64: the committed tokens of a row and these after them."""
         if extra:
             self.write(row, self.lengths[row], extra)
@@ -97,11 +98,12 @@ class Processors:
             extras: per row the tokens of the path after the committed ones.
             raw: `[K, V]` logits in any dtype; not changed.
         """
-        scores = raw.to(torch.float32, copy=True)
+        scores: Any = raw.to(torch.float32, copy=True)
         if not self.processors:
             return scores
         if not self.read_the_past:
-            return self.processors(history.buffer[:1, :1].expand(len(rows), 1), scores)
+            nothing: Any = history.buffer[:1, :1].expand(len(rows), 1)
+            return self.processors(nothing, scores)
         done = [
             self.processors(history.past(row, extra), scores[i : i + 1])
             for i, (row, extra) in enumerate(zip(rows, extras, strict=True))

@@ -121,7 +121,8 @@ class Target:
     @property
     def device(self) -> torch.device:
         """Where token ids go."""
-        return self.model.get_input_embeddings().weight.device
+        device: torch.device = self.model.get_input_embeddings().weight.device  # type: ignore[assignment]
+        return device
 
     @property
     def dtype(self) -> torch.dtype:
