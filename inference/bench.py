@@ -1,0 +1,438 @@
+"""Plain decoding, transformers' `generate` and drafts side by side: same prompts, same stop rules, interleaved.
+
+What is measured
+    Each prompt is decoded once by every run, in an order that rotates from prompt to prompt, after one warm-up call per
+    run that is counted nowhere. `plain` is this package's decoder without a draft, drafts go through the engine that a
+    patched `generate` calls, `transformers` is the unpatched `generate`.
+    `seconds` and `tokens_per_s` leave the prefill out (it is in `prefill_seconds`); what a draft does with the prompt
+    counts as decoding. `tokens_per_s` is tokens after the prefill over seconds.
+    `cpu_seconds` is the processor time of whole calls; on a busy machine it says more than the wall clock.
+    Speed-ups are medians over prompts of paired ratios of `tokens_per_s`, with a 95% bootstrap interval.
+    `engine_share` is the time of a round spent neither in the target's pass (verify) nor in the draft (propose and
+    observe): accepting, emitting, keeping the cache, and everything not timed by name.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+from selfspec import registry
+from selfspec._version import __version__
+from selfspec.draft import Draft
+from selfspec.errors import ConfigError
+from selfspec.inference.engine import decode
+from selfspec.inference.patch import resolve_draft
+from selfspec.inference.plain import decode_plain
+from selfspec.inference.request import Request, Result
+from selfspec.inference.verdict import Difference, compare, overall
+from selfspec.stats import Stats
+from selfspec.target import Target
+
+PLAIN = "plain"
+TRANSFORMERS = "transformers"
+TRANSFORMERS_LOOKUP = "transformers-prompt-lookup"
+_LOOKUP_TOKENS = 10
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """What all runs share.
+
+    Args:
+        max_new_tokens: per prompt; fewer only where the end token comes first.
+        temperature: 0 is greedy.
+        seed: of sampling; prompt i uses seed + i in every run.
+        warmup_tokens: length of the warm-up call.
+        baselines: also run transformers' own `generate`, with and without its prompt lookup.
+        nodes: the most nodes per tree, None leaves it to the draft.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    warmup_tokens: int = 8
+    baselines: bool = True
+    nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 2:
+            raise ConfigError(f"max_new_tokens={self.max_new_tokens} leaves nothing to measure; give at least 2")
+        if self.temperature < 0:
+            raise ConfigError(f"temperature={self.temperature} is negative; 0 is greedy, 1 the model's own distribution")
+
+    def generate_arguments(self, max_new_tokens: int) -> dict[str, Any]:
+        """Arguments of `generate`; every run takes its processors and stopping criteria from them."""
+        neutral = {"top_p": 1.0, "top_k": 0 if self.temperature else 50, "temperature": self.temperature or 1.0}
+        return {"do_sample": self.temperature > 0, "max_new_tokens": max_new_tokens, **neutral}
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One run on one prompt.
+
+    Args:
+        tokens: the new tokens.
+        first: how many of them came with the prefill.
+        prefill: seconds.
+        total: seconds of the whole call.
+        cpu: processor seconds of the whole call.
+        stats: rounds and acceptance.
+        staged: whether `stats` holds the time by stage.
+    """
+
+    tokens: list[int]
+    first: int
+    prefill: float
+    total: float
+    cpu: float
+    stats: Stats
+    staged: bool = True
+
+    @property
+    def seconds(self) -> float:
+        """Without the prefill."""
+        return self.total - self.prefill
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second after the prefill; 0 when the prefill already ended the text."""
+        made = len(self.tokens) - self.first
+        return made / self.seconds if made and self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One prompt, ready for every run."""
+
+    target: Target
+    prompt: list[int]
+    request: Request
+    arguments: dict[str, Any]
+    seed: int
+
+
+Runner = Callable[[Job], Sample]
+
+
+@dataclass(eq=False)
+class _Run:
+    name: str
+    runner: Runner
+    samples: list[Sample] = field(default_factory=list)
+    differences: list[Difference | None] = field(default_factory=list)
+
+
+def bench(
+    target: Target,
+    drafts: dict[str, Draft],
+    prompts: Sequence[list[int]],
+    settings: BenchSettings,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Measure; the fields of the result are those of `selfspec bench --json`.
+
+    Args:
+        target: the model, not patched.
+        drafts: name of the run to draft.
+        prompts: token ids of each prompt.
+        settings: what all runs share.
+        progress: called with a run's name after each of its calls (warm-ups first, then prompts).
+    """
+    if not prompts:
+        raise ConfigError("there are no prompts to measure on; give at least one")
+    runs = _runs(drafts, settings)
+    for run in runs:
+        run.runner(_job(target, prompts[0], settings, 0, min(settings.warmup_tokens, settings.max_new_tokens)))
+        _tell(progress, run)
+    for index, prompt in enumerate(prompts):
+        job = _job(target, prompt, settings, index, settings.max_new_tokens)
+        for run in rotated(runs, index):
+            run.samples.append(run.runner(job))
+            _tell(progress, run)
+        if settings.temperature == 0:
+            for run in runs:
+                run.differences.append(_difference(job, runs[0].samples[-1], run.samples[-1]))
+    return {**_circumstances(target, prompts, settings), "runs": _summaries(runs, settings)}
+
+
+def rotated(runs: list[_Run], index: int) -> list[_Run]:
+    """The runs, starting with another one for each prompt."""
+    start = index % len(runs)
+    return runs[start:] + runs[:start]
+
+
+def _tell(progress: Callable[[str], None] | None, run: _Run) -> None:
+    if progress is not None:
+        progress(run.name)
+
+
+def _runs(drafts: dict[str, Draft], settings: BenchSettings) -> list[_Run]:
+    runs = [_Run(PLAIN, run_plain)]
+    if settings.baselines:
+        runs += [
+            _Run(TRANSFORMERS, run_transformers),
+            _Run(TRANSFORMERS_LOOKUP, lambda job: run_transformers(job, prompt_lookup_num_tokens=_LOOKUP_TOKENS)),
+        ]
+    taken = {run.name for run in runs} & set(drafts)
+    if taken:
+        raise ConfigError(f"a draft cannot be called {', '.join(sorted(taken))}: that is a baseline's name")
+    return runs + [_Run(name, _draft_runner(draft)) for name, draft in drafts.items()]
+
+
+def _draft_runner(draft: Draft) -> Runner:
+    return lambda job: _timed(job, lambda request: decode(job.target, draft, request))
+
+
+# Runs
+
+
+def _job(target: Target, prompt: list[int], settings: BenchSettings, index: int, max_new_tokens: int) -> Job:
+    arguments = settings.generate_arguments(max_new_tokens)
+    request = prepare(target, prompt, arguments)
+    return Job(target, prompt, replace(request, nodes=settings.nodes), arguments, settings.seed + index)
+
+
+def prepare(target: Target, prompt: list[int], arguments: dict[str, Any]) -> Request:
+    """The request that transformers' own preparation of `generate(**arguments)` leads to."""
+    found: list[Request] = []
+
+    def capture(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: Any,
+        **rest: Any,
+    ) -> Tensor:
+        config = generation_config
+        found.append(
+            Request(
+                input_ids,
+                processors=logits_processor,
+                stopping=stopping_criteria,
+                do_sample=bool(config.do_sample),
+                temperature=1.0 if config.temperature is None else float(config.temperature),
+                pad_token_id=None if config._pad_token_tensor is None else int(config._pad_token_tensor),
+            )
+        )
+        return input_ids
+
+    ids = torch.tensor([prompt], device=target.device)
+    _generate(target)(ids, attention_mask=torch.ones_like(ids), custom_generate=capture, **arguments)
+    return found[0]
+
+
+def _generate(target: Target) -> Callable[..., Any]:
+    """The unpatched `generate`, whatever the model at hand carries."""
+    method: Callable[..., Any] = type(target.model).generate.__get__(target.model)
+    return method
+
+
+def run_plain(job: Job) -> Sample:
+    """Plain decoding on a prompt."""
+    return _timed(job, lambda request: decode_plain(job.target, request))
+
+
+def _timed(job: Job, run: Callable[[Request], Result]) -> Sample:
+    generator = torch.Generator(job.target.device).manual_seed(job.seed)
+    request = replace(job.request, generator=generator)
+    start, cpu = _now(job.target), time.process_time()
+    result = run(request)
+    total, cpu = _now(job.target) - start, time.process_time() - cpu
+    tokens = result.sequences[0, len(job.prompt) :].tolist()
+    return Sample(tokens, 1, result.stats.seconds["prefill"], total, cpu, result.stats)
+
+
+class _FirstStep:
+    """A stopping criterion that never stops; it notes when the first step was over and how many tokens it gave."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.at = 0.0
+        self.length = 0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        if not self.length:
+            self.at, self.length = _now(self.target), input_ids.shape[1]
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def run_transformers(job: Job, **extra: Any) -> Sample:
+    """transformers' `generate` on a prompt; its preparation of the call is part of its prefill."""
+    target, passes = job.target, [0]
+    first = _FirstStep(target)
+    ids = torch.tensor([job.prompt], device=target.device)
+    arguments = {**job.arguments, **extra, "stopping_criteria": [first]}
+    handle = target.model.register_forward_pre_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
+    try:
+        with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
+            torch.manual_seed(job.seed)
+            start, cpu = _now(target), time.process_time()
+            out = _generate(target)(ids, attention_mask=torch.ones_like(ids), **arguments)
+            total, cpu = _now(target) - start, time.process_time() - cpu
+    finally:
+        handle.remove()
+    tokens = out[0, len(job.prompt) :].tolist()
+    came_first = first.length - len(job.prompt)
+    made, rounds = len(tokens) - came_first, passes[0] - 1
+    stats = Stats(rows=1, rounds=rounds, new_tokens=len(tokens), committed=made, accepted=max(made - rounds, 0))
+    return Sample(tokens, came_first, first.at - start, total, cpu, stats, staged=False)
+
+
+def _now(target: Target) -> float:
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+    return time.perf_counter()
+
+
+def _difference(job: Job, plain: Sample, other: Sample) -> Difference | None:
+    return compare(job.target, job.prompt, plain.tokens, other.tokens, job.request.processors)
+
+
+# Figures
+
+
+def _summaries(runs: list[_Run], settings: BenchSettings) -> list[dict[str, Any]]:
+    baselines = [run for run in runs if run.name in (PLAIN, TRANSFORMERS)]
+    best = [max(run.samples[i].rate for run in baselines) for i in range(len(runs[0].samples))]
+    plain = [sample.rate for sample in runs[0].samples]
+    return [_summary(run, plain, best, settings) for run in runs]
+
+
+def _summary(run: _Run, plain: list[float], best: list[float], settings: BenchSettings) -> dict[str, Any]:
+    total = Stats()
+    for sample in run.samples:
+        total.add(sample.stats)
+    seconds = sum(s.seconds for s in run.samples)
+    decoded = sum(len(s.tokens) - s.first for s in run.samples)
+    rates = [s.rate for s in run.samples]
+    against_plain, against_best = ratios(rates, plain), ratios(rates, best)
+    staged = all(s.staged for s in run.samples)
+    return {
+        "name": run.name,
+        "tokens": sum(len(s.tokens) for s in run.samples),
+        "decoded_tokens": decoded,
+        "seconds": seconds,
+        "prefill_seconds": sum(s.prefill for s in run.samples),
+        "total_seconds": sum(s.total for s in run.samples),
+        "cpu_seconds": sum(s.cpu for s in run.samples),
+        "tokens_per_s": decoded / seconds if seconds > 0 else 0.0,
+        "tokens_per_s_quartiles": _quantiles([r for r in rates if r], (0.25, 0.75)),
+        "baseline": PLAIN,
+        "speedup": _median(against_plain),
+        "speedup_interval": bootstrap(against_plain, settings.seed),
+        "speedup_best_baseline": _median(against_best),
+        "speedup_best_baseline_interval": bootstrap(against_best, settings.seed),
+        "tokens_per_round": total.tokens_per_round,
+        "accepted_per_round": total.accepted_per_round,
+        "accepted_by_depth": total.accepted_by_depth if total.rounds else [],
+        "rounds": total.rounds,
+        "identical": overall(run.differences) if settings.temperature == 0 else None,
+        "differences": [{"prompt": i, **d.to_dict()} for i, d in enumerate(run.differences) if d is not None],
+        "stage_seconds": dict(total.seconds) if staged else None,
+        "engine_share": engine_share(total.seconds, seconds) if staged else None,
+        "per_prompt": [_row(i, s, plain[i]) for i, s in enumerate(run.samples)],
+    }
+
+
+def _row(index: int, sample: Sample, plain: float) -> dict[str, Any]:
+    return {
+        "prompt": index,
+        "tokens": len(sample.tokens),
+        "seconds": sample.seconds,
+        "prefill_seconds": sample.prefill,
+        "cpu_seconds": sample.cpu,
+        "tokens_per_s": sample.rate,
+        "speedup": sample.rate / plain if plain else None,
+        "tokens_per_round": sample.stats.tokens_per_round,
+    }
+
+
+def ratios(rates: Sequence[float], baseline: Sequence[float]) -> list[float]:
+    """Paired ratios, prompts left out where either run had nothing to decode after the prefill."""
+    return [rate / base for rate, base in zip(rates, baseline, strict=True) if rate and base]
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return float(np.median(values)) if values else None
+
+
+def _quantiles(values: Sequence[float], at: tuple[float, ...]) -> list[float] | None:
+    return [float(q) for q in np.quantile(values, at)] if values else None
+
+
+def bootstrap(values: Sequence[float], seed: int = 0) -> list[float] | None:
+    """95% percentile interval of the median over prompts; None below two prompts."""
+    if len(values) < 2:
+        return None
+    drawn = np.random.default_rng(seed).choice(np.asarray(values), size=(_RESAMPLES, len(values)))
+    return _quantiles(np.median(drawn, axis=1).tolist(), (0.025, 0.975))
+
+
+def engine_share(stages: dict[str, float], seconds: float) -> float | None:
+    """Share of the time after the prefill that went neither into the target's pass nor into the draft."""
+    models = stages["verify"] + stages["propose"] + stages["observe"]
+    return max(seconds - models, 0.0) / seconds if seconds > 0 else None
+
+
+def recommended(results: dict[str, Any]) -> str | None:
+    """The draft with the highest median speed-up, None when no draft beats plain decoding."""
+    drafts = [run for run in results["runs"] if run["name"] not in (PLAIN, TRANSFORMERS, TRANSFORMERS_LOOKUP)]
+    paying = [run for run in drafts if run["speedup"] is not None and run["speedup"] > 1]
+    return str(max(paying, key=lambda run: run["speedup"])["name"]) if paying else None
+
+
+# Circumstances
+
+
+def _circumstances(target: Target, prompts: Sequence[list[int]], settings: BenchSettings) -> dict[str, Any]:
+    return {
+        "target": str(target.model.config._name_or_path),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "machine": device_name(target.device),
+        "threads": torch.get_num_threads(),
+        "prompts": len(prompts),
+        "prompt_tokens": sum(map(len, prompts)),
+        "max_new_tokens": settings.max_new_tokens,
+        "temperature": settings.temperature,
+        "seed": settings.seed,
+        "versions": {"selfspec": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the accelerator, or of the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def resolve_drafts(names: Sequence[str], target: Target) -> dict[str, Draft]:
+    """Drafts by run name: the method's name, or the last part of a folder or Hub id.
+
+    Raises:
+        SelfspecError: a draft that cannot be loaded onto this target.
+    """
+    found: dict[str, Draft] = {}
+    for given in names:
+        name = given if given in registry.kinds() else Path(given).name
+        found[given if name in found else name] = resolve_draft(given, target)
+    return found
