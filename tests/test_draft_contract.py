@@ -85,7 +85,7 @@ def repeating(batch: int, length: int) -> Tensor:
     return tiny.text(batch, 7).repeat(1, length // 7 + 1)[:, :length]
 
 
-def tensors_of(state: Any, lengths: list[int] | None = None) -> list[Tensor]:
+def tensors_of(state: Any) -> list[Tensor]:
     """Every tensor of a state, caches cut to their committed slots."""
     found = []
     for value in vars(state).values():
@@ -94,7 +94,7 @@ def tensors_of(state: Any, lengths: list[int] | None = None) -> list[Tensor]:
         elif hasattr(value, "layers"):
             for layer in value.layers:
                 for row, length in enumerate(value.lengths):
-                    found += [layer.keys[row, :, :length], layer.values[row, :, :length]]
+                    found += [layer.stored_keys[row, :, :length], layer.stored_values[row, :, :length]]
     return found
 
 
@@ -152,12 +152,12 @@ def test_propose_leaves_the_targets_cache_alone(row: Row, target: Target) -> Non
     draft, text = make(row, target), repeating(1, 20)
     cache = target.new_cache(1, 64)
     output = target.prefill(text[:, :-1], [19], cache, draft.needs)
-    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    before = [(layer.stored_keys.clone(), layer.stored_values.clone()) for layer in cache.layers]
     verified = Verified(text[:, :-1], text[:, 1:], torch.tensor([19]), output.hidden, output.layers)
     propose(draft, draft.begin(verified))
     assert cache.lengths == [19]
     for layer, (keys, values) in zip(cache.layers, before, strict=True):
-        assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
+        assert torch.equal(layer.stored_keys, keys) and torch.equal(layer.stored_values, values)
 
 
 @each
