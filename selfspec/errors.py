@@ -27,3 +27,7 @@ class ConfigError(SelfspecError, ValueError):
 
 class DataError(SelfspecError, ValueError):
     """Prompts or training text that cannot be used."""
+
+
+class TrainingError(SelfspecError, RuntimeError):
+    """Training cannot go on: a loss that is not a number, processes that do not see each other."""

@@ -1,0 +1,154 @@
+"""What happens between optimiser steps: stopping, the order of an epoch, a guard on gradients, the progress bar."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import reduce
+from tqdm import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from selfspec.train.data import TokenBatches
+from selfspec.train.schedule import Progress
+
+if TYPE_CHECKING:
+    from selfspec.train.trainer import HeadTrainer
+
+
+class Epochs(TrainerCallback):
+    """Give every epoch its own order. Trainer reaches a sampler only through accelerate's wrappers, which we leave out."""
+
+    def __init__(self, batches: TokenBatches) -> None:
+        self.batches = batches
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Choose the order."""
+        self.batches.set_epoch(int(state.epoch or 0))
+
+
+class GradientGuard(TrainerCallback):
+    """Stops before gradients that are not finite spoil the weights."""
+
+    def __init__(self, trainer: HeadTrainer) -> None:
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Look at all gradients of the step."""
+        gradients = [p.grad for p in self.trainer.head.parameters() if p.grad is not None]
+        self.trainer.demand_finite(torch.stack([torch.isfinite(g).all() for g in gradients]).all(), "gradient")
+
+
+class Stopping(TrainerCallback):
+    """Ends training when the minutes are over, or with a checkpoint to resume from on Ctrl-C or SIGTERM.
+
+    Args:
+        progress: of the run.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.received: int | None = None
+        self.interrupted = False
+        self._before: dict[int, Any] = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Start the clock and listen to signals."""
+        self.progress.begin(self.progress.before)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: Any) -> None:
+        if self.received is not None:  # asked twice: do not wait for the step to end
+            self.restore()
+            raise KeyboardInterrupt
+        self.received = number
+
+    def restore(self) -> None:
+        """Give signals back to whoever had them."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Agree with the other processes on the time and on whether to stop."""
+        mine = torch.tensor([self.progress.measured_share(), float(self.received is not None)], device=args.device)
+        if args.world_size > 1:
+            mine = reduce(mine, "sum")
+            mine[0] /= args.world_size
+        share, stop = mine.tolist()
+        self.progress.clock_share = share
+        if stop:
+            self.interrupted = True
+            control.should_save = True
+            control.should_training_stop = True
+        elif share >= 1:
+            control.should_training_stop = True
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stop listening."""
+        self.restore()
+
+
+class ProgressBar(TrainerCallback):
+    """One bar over the whole run, with the latest numbers; evaluations get a line of their own.
+
+    Args:
+        progress: of the run.
+        show: whether to show anything.
+    """
+
+    def __init__(self, progress: Progress, show: bool) -> None:
+        self.progress, self.show = progress, show
+        self.bar: tqdm[Any] | None = None
+        self.numbers: dict[str, str] = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Open the bar."""
+        if self.show and state.is_world_process_zero:
+            form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+            self.bar = tqdm(total=100, desc="train", bar_format=form)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Move the bar."""
+        if self.bar is not None:
+            self.bar.update(100 * self.progress.share(state.global_step) - self.bar.n)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Show the latest numbers."""
+        if self.bar is None or logs is None:
+            return
+        held_out = {k.removeprefix("eval_"): f"{v:.3f}" for k, v in logs.items() if k.startswith("eval_")}
+        if held_out:
+            self.bar.write(f"step {state.global_step}, held out: " + ", ".join(f"{k} {v}" for k, v in held_out.items()))
+        if "loss" in logs:
+            self.numbers = {"step": str(state.global_step), "loss": f"{logs['loss']:.3f}"}
+            self.bar.set_postfix(self.numbers)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Close the bar."""
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None

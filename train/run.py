@@ -1,0 +1,252 @@
+"""One training run: data, draft vocabulary, head, training, evaluation, and a folder of trained heads."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from selfspec import registry
+from selfspec.checkpoint import save_head, write_json
+from selfspec.errors import TrainingError
+from selfspec.fingerprint import fingerprint
+from selfspec.head import DraftHead
+from selfspec.models import load_target
+from selfspec.target import Target
+from selfspec.train.data import TrainingRows
+from selfspec.train.distill import DistillConfig, distill, end_tokens
+from selfspec.train.evaluate import evaluate, held_out_prompts
+from selfspec.train.recipe import Recipe, Source
+from selfspec.train.resume import CHECKPOINTS, RESULT, newest_checkpoint, open_output
+from selfspec.train.shards import load_counts, load_shards, read_manifest
+from selfspec.train.trainer import HeadTrainer, training_arguments
+from selfspec.vocab import most_frequent
+
+_log = logging.getLogger(__name__)
+
+
+class Interrupted(TrainingError):
+    """Training was interrupted by a signal; the same command goes on from the checkpoint it left."""
+
+
+@dataclass(frozen=True)
+class _Data:
+    """Folders of training text with their weights, and of held-out text."""
+
+    train: list[tuple[Path, float]]
+    held_out: list[Path]
+
+
+def train(
+    recipe: Recipe,
+    model: PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    progress: bool = True,
+) -> Path:
+    """Train a draft head. What an earlier run with the same recipe finished, or left unfinished, is used.
+
+    Args:
+        recipe: what to do.
+        model: the target; loaded by name if not given.
+        tokenizer: the target's.
+        progress: show progress bars.
+
+    Returns:
+        The folder of the trained head, `recipe.output`, with `training.json` beside the weights.
+
+    Raises:
+        ConfigError: impossible settings, or the folder holds a run with others.
+        DataError: bad or no input.
+        TrainingError: a loss that is not finite, or processes that do not see each other.
+        Interrupted: Ctrl-C or SIGTERM; a checkpoint was saved.
+    """
+    recipe.check()
+    check_processes()
+    torch.manual_seed(recipe.optimisation.seed)
+    output, begun = Path(recipe.output), time.monotonic()
+    main = PartialState().is_main_process
+    if model is None or tokenizer is None:
+        device = PartialState().device if recipe.device == "auto" else recipe.device
+        model, tokenizer = load_target(recipe.target, dtype=recipe.dtype, device=device)
+    target = Target(model)
+    settings = recipe.to_dict() | {"fingerprint": fingerprint(target)}
+    if open_output(output, settings, recipe.restart and main):
+        _log.info("%s holds the finished run of this recipe", output)
+        return output
+    head = _new_head(recipe, target)
+    minutes = {"load": _minutes_since(begun)}
+    began = time.monotonic()
+    data = make_data(recipe, target, tokenizer, head, progress and main)
+    head.output.set_vocab(draft_vocabulary(recipe, data, target, tokenizer))
+    head.reset_parameters(torch.Generator().manual_seed(recipe.optimisation.seed))
+    minutes["data"] = _minutes_since(began)
+    trainer = _fit(recipe, head, data, progress)
+    minutes["train"] = trainer.progress.seconds / 60
+    began = time.monotonic()
+    results = trainer.measure()
+    if main:
+        results |= _decode(recipe, model, tokenizer, head, progress)
+        minutes["evaluate"] = _minutes_since(began)
+        _finish(recipe, head, data, trainer, minutes, results)
+    PartialState().wait_for_everyone()
+    return output
+
+
+def check_processes() -> None:
+    """Raise TrainingError when a launcher started several processes that do not see each other."""
+    wanted, found = int(os.environ.get("WORLD_SIZE", "1")), PartialState().num_processes
+    if wanted != found:
+        raise TrainingError(
+            f"WORLD_SIZE is {wanted}, but accelerate sees {found} process(es), so they would train apart from each other; "
+            "launch with `accelerate launch --multi_gpu`, or `--cpu` with ACCELERATE_USE_CPU=true and MASTER_ADDR set"
+        )
+
+
+def make_data(
+    recipe: Recipe, target: Target, tokenizer: PreTrainedTokenizerBase, head: DraftHead, progress: bool
+) -> _Data:
+    """Make the training and held-out text that is not there yet. The first process works, the others wait."""
+    folder = Path(recipe.data_folder or Path(recipe.output) / "data")
+    needs = head.needs
+    made = _Data([], [])
+    share = max(recipe.evaluation.tokens // len(recipe.data), 1)
+    for source in recipe.data:
+        config = _as_distill(source)
+        if recipe.store_features:
+            config = replace(config, hidden=needs.hidden, layers=list(needs.layers))
+        made.train.append((_make(folder, target, tokenizer, config, progress), source.weight))
+        if source.split == "train" and recipe.evaluation.tokens:
+            held_out = replace(config, split="held-out", max_tokens=share)
+            made.held_out.append(_make(folder, target, tokenizer, held_out, progress))
+    return made
+
+
+def _as_distill(source: Source) -> DistillConfig:
+    return DistillConfig(**{f.name: getattr(source, f.name) for f in fields(DistillConfig)})
+
+
+def _make(
+    folder: Path, target: Target, tokenizer: PreTrainedTokenizerBase, config: DistillConfig, progress: bool
+) -> Path:
+    """The folder's name comes from the settings, so other settings never meet old data."""
+    settings = asdict(config)
+    del settings["batch_tokens"]
+    key = hashlib.sha256(json.dumps([settings, fingerprint(target)], sort_keys=True).encode()).hexdigest()[:10]
+    path = folder / f"{config.mode}-{config.split}-{key}"
+    if PartialState().is_main_process:
+        distill(target, tokenizer, config, path, progress)
+    while not (path / "manifest.json").is_file() or not read_manifest(path)["complete"]:
+        time.sleep(1)  # not a barrier: those time out
+    return path
+
+
+def draft_vocabulary(recipe: Recipe, data: _Data, target: Target, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """The ids of the draft vocabulary, `[Q]`: the most frequent tokens of all sources, by their weights."""
+    counts = torch.zeros(target.vocab_size, dtype=torch.float64)
+    for path, weight in data.train:
+        for part in load_counts(path).values():
+            counts += weight * part
+    always = {*recipe.vocabulary.always, *end_tokens(target, tokenizer)}
+    return most_frequent(counts, recipe.vocabulary.size or target.vocab_size, tuple(sorted(always)))
+
+
+def _new_head(recipe: Recipe, target: Target) -> DraftHead:
+    config = recipe.head_config()
+    generator = torch.Generator().manual_seed(recipe.optimisation.seed)
+    head: DraftHead = registry.method(recipe.draft["kind"]).from_target(config, target, generator)
+    return head
+
+
+def _fit(recipe: Recipe, head: DraftHead, data: _Data, progress: bool) -> HeadTrainer:
+    folder = Path(recipe.output) / CHECKPOINTS
+    _try_saving(head, Path(recipe.output))
+    args = training_arguments(
+        recipe.optimisation, folder, head.target.device, recipe.log_every, recipe.save_every, recipe.evaluation.every
+    )
+    size = head.target.hidden_size
+    rows = TrainingRows([(load_shards(p), w) for p, w in data.train], head.needs, size)
+    held_out = TrainingRows([(load_shards(p), 1.0) for p in data.held_out], head.needs, size) if data.held_out else None
+    trainer = HeadTrainer(head, rows, held_out, recipe.optimisation, args, progress)
+    found = newest_checkpoint(folder)
+    trainer.train(resume_from_checkpoint=None if found is None else str(found))
+    if trainer.stopping.interrupted:
+        raise Interrupted(
+            f"interrupted at step {trainer.state.global_step}; {folder} holds a checkpoint, the same command goes on from it"
+        )
+    head.eval()
+    return trainer
+
+
+def _try_saving(head: DraftHead, folder: Path) -> None:
+    """Save once before training: better a failure now than after hours."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".dry-run-") as work:
+        save_head(head, work)
+
+
+def _decode(
+    recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, head: DraftHead, progress: bool
+) -> dict[str, Any]:
+    if not recipe.evaluation.prompts:
+        return {}
+    prompts = held_out_prompts(recipe, tokenizer)
+    return {"decoding": evaluate(model, tokenizer, head, prompts, recipe.evaluation.max_new_tokens, progress)}
+
+
+def _finish(
+    recipe: Recipe,
+    head: DraftHead,
+    data: _Data,
+    trainer: HeadTrainer,
+    minutes: dict[str, float],
+    results: dict[str, Any],
+) -> None:
+    output = Path(recipe.output)
+    save_head(head, output, head.target.dtype)
+    packages = ("torch", "transformers", "accelerate", "datasets", "selfspec")
+    record = {
+        "argv": sys.argv,
+        "recipe": recipe.to_dict(),
+        "versions": {name: _version(name) for name in packages} | {"python": platform.python_version()},
+        "processes": PartialState().num_processes,
+        "threads": torch.get_num_threads(),
+        "device": str(head.target.device),
+        "trained_parameters": sum(p.numel() for p in head.parameters() if p.requires_grad),
+        "steps": trainer.state.global_step,
+        "minutes": {name: round(value, 2) for name, value in minutes.items()},
+        "data": {str(path.name): _sizes(path) for path in [*(p for p, _ in data.train), *data.held_out]},
+        "results": results,
+        "history": trainer.state.log_history,
+    }
+    write_json(output / RESULT, record)
+    shutil.rmtree(output / CHECKPOINTS, ignore_errors=True)
+
+
+def _sizes(path: Path) -> dict[str, Any]:
+    manifest = read_manifest(path)
+    return {key: manifest[key] for key in ("rows", "tokens", "learned")} | {"input": manifest["identity"]["input"]}
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _minutes_since(begun: float) -> float:
+    return (time.monotonic() - begun) / 60
