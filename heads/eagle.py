@@ -127,7 +127,7 @@ class Eagle(DraftHead):
         return Needs(hidden=True)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Normal weights of deviation 0.02, unit norms, no biases."""
+        """Normal weights of deviation 0.02, unit norms, no biases; the last norm scales as the target's last."""
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -135,6 +135,9 @@ class Eagle(DraftHead):
                 nn.init.ones_(parameter)
             elif not name.startswith("output."):
                 nn.init.normal_(parameter, std=0.02, generator=generator)
+        if isinstance(self.norm, RMSNorm):
+            with torch.no_grad():
+                self.norm.weight.copy_(self.target.norm_scale())
 
     def _join(self, features: Tensor, tokens: Tensor) -> Tensor:
         """Features `[B, T, D]` and the tokens after them `[B, T]` to the layers' input `[B, T, D]`."""

@@ -153,6 +153,19 @@ class Target:
         vectors = [p for p in hf.decoder_of(self.model).parameters() if p.shape == (self.hidden_size,)]
         return [*vectors[:2], *vectors[-2:]]
 
+    @torch.no_grad()
+    def norm_scale(self) -> Tensor:
+        """`[D]` float32: what the final norm multiplies each channel by, ones without one.
+
+        Found by asking the norm itself, since families store 1 + w or w.
+        """
+        norm = hf.final_norm_of(self.model)
+        probe = torch.ones(self.hidden_size, device=self.device, dtype=self.dtype)
+        if norm is None:
+            return probe.float()
+        probe[1::2] = -1
+        return ((norm(probe) - norm(-probe)) / 2 * probe).float()
+
     # Parts that drafts borrow
 
     def embed(self, tokens: Tensor) -> Tensor:

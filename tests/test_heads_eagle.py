@@ -233,3 +233,14 @@ def test_peer_dynamic_trees(case: str, tree: dict[str, int]) -> None:
         assert torch.equal(proposed.tokens, vectors[prefix + "draft_tokens"])
         assert torch.equal(proposed.shape.ancestors[0], vectors[prefix + "tree_mask"][0, 0].bool())
         assert torch.equal(proposed.shape.depth[0], vectors[prefix + "tree_position_ids"])
+
+
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_the_last_norm_starts_with_the_targets_scale(name: str) -> None:
+    target = tiny.selfspec_target(name)
+    last = [m for key, m in target.model.get_decoder().named_children() if "norm" in key][-1]
+    with torch.no_grad():
+        last.weight.copy_(torch.randn(32, generator=torch.Generator().manual_seed(0)))
+        expected = last.weight + (1 if name == "gemma3" else 0)
+    head = Eagle.from_target(EagleConfig(), target)
+    torch.testing.assert_close(head.norm.weight.detach(), expected.detach(), atol=1e-4, rtol=1e-4)
