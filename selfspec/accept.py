@@ -24,6 +24,8 @@ from torch import Tensor
 from selfspec.errors import DraftTreeError
 from selfspec.tree import DraftTree, Drawn
 
+_SUM_TOLERANCE = 1e-3
+
 
 class Chance(Protocol):
     """The source of randomness, so that tests can walk all outcomes instead of sampling them."""
@@ -136,7 +138,10 @@ def _walk_drawn(
     while True:
         p = scores([row], [path])[0].softmax(-1)
         q = _over_vocabulary(drawn, row, path[-1], p.numel())
-        child, p = _try_children(row, children.of(row, path[-1]), children.tokens[row], drawn, p, q, chance)
+        nodes = children.of(row, path[-1])
+        if any(_is_drawn(drawn, row, node) for node in nodes):
+            _check_distribution(q, path[-1])
+        child, p = _try_children(row, nodes, children.tokens[row], drawn, p, q, chance)
         if child is None:
             tokens.append(int(chance.token(p.unsqueeze(0))))
             return path, tokens
@@ -150,7 +155,7 @@ def _try_children(
     """The accepted child, or None and the residual of p."""
     for node in nodes:
         token = tokens[node]
-        if drawn.drawn is None or bool(drawn.drawn[row, node]):
+        if _is_drawn(drawn, row, node):
             if float(q[token]) <= 0:
                 raise DraftTreeError(f"node {node} carries token {token}, which its own draft distribution excludes")
             if chance.coin(min(1.0, float(p[token] / q[token]))):
@@ -163,6 +168,17 @@ def _try_children(
                 return node, p
             p = _without(p, token)
     return None, p
+
+
+def _is_drawn(drawn: Drawn, row: int, node: int) -> bool:
+    return drawn.drawn is None or bool(drawn.drawn[row, node])
+
+
+def _check_distribution(q: Tensor, node: int) -> None:
+    """Raise unless q sums to 1; anything else (NaN, logits, a cut-off softmax) would make sampling lossy unseen."""
+    total = float(q.sum())
+    if not abs(total - 1) < _SUM_TOLERANCE:
+        raise DraftTreeError(f"the draft distribution at node {node} sums to {total:.4g}, wanted 1; give softmax(q)")
 
 
 def _over_vocabulary(drawn: Drawn, row: int, node: int, vocab_size: int) -> Tensor:
