@@ -57,7 +57,7 @@ class EagleConfig(HeadConfig):
         layer_norm: a norm before attention in the first layer (later layers always have one).
         output_norm: a norm at the end, so that g has the scale of the target's normed feature.
         tree_nodes: nodes of a tree, the root included, unless the budget says otherwise.
-        tree_depth: levels of guesses.
+        tree_depth: levels of guesses; fewer are made where deeper ones could not enter the tree any more.
         tree_top_k: beams, and children considered per beam.
         steps: passes of training; each after the first reads the guesses of the one before.
         step_decay: pass s counts `step_decay ** s` in the loss.
@@ -203,6 +203,8 @@ class Eagle(DraftHead):
         features = state.guess.unsqueeze(1)
         columns, origin = pool.grow(self.output(features))
         for _ in range(levels - 1):
+            if pool.settled(guesses):
+                break
             features = features.gather(1, origin.unsqueeze(-1).expand(-1, -1, features.shape[-1]))
             positions, mask = beam.step(origin)
             features = self._run(features, self.output.vocab.to_target(columns), positions, mask, state.cache.layers)

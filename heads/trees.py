@@ -115,6 +115,13 @@ class CandidatePool:
         self._size += scores.shape[1]
         return columns.gather(1, order), order // children
 
+    def settled(self, guesses: int) -> bool:
+        """Whether no deeper node can be among the best `guesses` any more, in any row."""
+        if self._size < guesses:
+            return False
+        worst = torch.cat(self._scores, 1).topk(guesses).values[:, -1]
+        return bool((worst >= self._beam_scores[:, 0]).all())
+
     def best(self, guesses: int) -> tuple[Tensor, TreeShape]:
         """The best `guesses` entries of the pool (all, if it holds fewer), in the pool's order.
 

@@ -146,3 +146,18 @@ def test_parents_of_chosen_nodes_are_chosen(seed: int) -> None:
     assert isinstance(shape, TreeShape) and columns.shape == (3, 11)
     assert bool((shape.parents[:, 1:] < torch.arange(1, 12)).all()) and bool((shape.parents[:, 1:] >= 0).all())
     assert shape.max_depth <= 4
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_settled_tree_would_not_change_with_more_levels(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    pool = CandidatePool(1, 4, torch.device("cpu"))
+    pool.grow(3 * torch.randn(1, 1, 9, generator=generator))
+    settled: list[tuple[Tensor, Tensor]] = []
+    for _ in range(6):
+        pool.grow(torch.randn(1, 4, 9, generator=generator))
+        if settled or pool.settled(6):
+            columns, shape = pool.best(6)
+            settled.append((columns, shape.parents))
+    assert len(settled) > 1
+    assert all(torch.equal(a, settled[0][0]) and torch.equal(b, settled[0][1]) for a, b in settled)
