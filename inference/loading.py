@@ -11,14 +11,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from selfspec.checkpoint import heads_folder, read_config
 from selfspec.errors import CheckpointError
 from selfspec.inference.patch import patch
-from selfspec.models import load_target
+from selfspec.models import AUTO, load_target
 
 
 def load(
     heads: str | Path,
     base: str | Path | None = None,
     *,
-    dtype: str | torch.dtype = torch.bfloat16,
+    dtype: str | torch.dtype = AUTO,
     device: str | torch.device = "cpu",
     revision: str | None = None,
     token: str | None = None,
@@ -30,7 +30,7 @@ def load(
     Args:
         heads: folder or Hub id of trained heads.
         base: folder or Hub id of the base model; the one named in the heads' config by default.
-        dtype: of the base model; the heads follow it.
+        dtype: of the base model, see `load_target`; the heads follow it.
         device: where to put the base model.
         revision: Hub revision of the heads.
         token: Hub token.

@@ -111,7 +111,7 @@ class Recipe:
 
     Args:
         target: folder, Hub id, or `demo`.
-        dtype: of the target.
+        dtype: of the target; `auto` takes what the device is fast at.
         device: of target and head; `auto` takes an accelerator if there is one.
         draft: `kind` and the fields of that method's configuration.
         data: sources of training text.
@@ -127,7 +127,7 @@ class Recipe:
     """
 
     target: str = "demo"
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     device: str = "auto"
     draft: dict[str, Any] = field(default_factory=dict)
     data: list[Source] = field(default_factory=lambda: [Source()])
