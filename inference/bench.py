@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
+from tqdm import tqdm
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from selfspec import registry
@@ -70,7 +71,9 @@ class BenchSettings:
         if self.max_new_tokens < 2:
             raise ConfigError(f"max_new_tokens={self.max_new_tokens} leaves nothing to measure; give at least 2")
         if self.temperature < 0:
-            raise ConfigError(f"temperature={self.temperature} is negative; 0 is greedy, 1 the model's own distribution")
+            raise ConfigError(
+                f"temperature={self.temperature} is negative; 0 is greedy, 1 the model's own distribution"
+            )
 
     def generate_arguments(self, max_new_tokens: int) -> dict[str, Any]:
         """Arguments of `generate`; every run takes its processors and stopping criteria from them."""
@@ -152,6 +155,7 @@ def bench(
     """
     if not prompts:
         raise ConfigError("there are no prompts to measure on; give at least one")
+    _check_lengths(target, prompts, settings)
     runs = _runs(drafts, settings)
     for run in runs:
         run.runner(_job(target, prompts[0], settings, 0, min(settings.warmup_tokens, settings.max_new_tokens)))
@@ -165,6 +169,29 @@ def bench(
             for run in runs:
                 run.differences.append(_difference(job, runs[0].samples[-1], run.samples[-1]))
     return {**_circumstances(target, prompts, settings), "runs": _summaries(runs, settings)}
+
+
+def _check_lengths(target: Target, prompts: Sequence[list[int]], settings: BenchSettings) -> None:
+    longest = max(map(len, prompts)) + settings.max_new_tokens
+    if target.max_positions is not None and longest > target.max_positions:
+        raise ConfigError(
+            f"the longest prompt and its {settings.max_new_tokens} new tokens make {longest}, the model is made for "
+            f"{target.max_positions}; shorten the prompt or lower max_new_tokens"
+        )
+
+
+def bench_with_progress(
+    target: Target, drafts: dict[str, Draft], prompts: Sequence[list[int]], settings: BenchSettings
+) -> dict[str, Any]:
+    """The same with a progress bar on stderr."""
+    calls = len(_runs(drafts, settings)) * (len(prompts) + 1)
+    with tqdm(total=calls, desc="bench", unit="call") as bar:
+
+        def tell(name: str) -> None:
+            bar.set_postfix_str(name, refresh=False)
+            bar.update()
+
+        return bench(target, drafts, prompts, settings, tell)
 
 
 def rotated(runs: list[_Run], index: int) -> list[_Run]:
@@ -387,11 +414,11 @@ def engine_share(stages: dict[str, float], seconds: float) -> float | None:
     return max(seconds - models, 0.0) / seconds if seconds > 0 else None
 
 
-def recommended(results: dict[str, Any]) -> str | None:
-    """The draft with the highest median speed-up, None when no draft beats plain decoding."""
+def recommended(results: dict[str, Any]) -> str:
+    """The draft with the highest median speed-up; `plain` when none beats plain decoding."""
     drafts = [run for run in results["runs"] if run["name"] not in (PLAIN, TRANSFORMERS, TRANSFORMERS_LOOKUP)]
     paying = [run for run in drafts if run["speedup"] is not None and run["speedup"] > 1]
-    return str(max(paying, key=lambda run: run["speedup"])["name"]) if paying else None
+    return str(max(paying, key=lambda run: run["speedup"])["name"]) if paying else PLAIN
 
 
 # Circumstances

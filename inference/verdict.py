@@ -33,7 +33,7 @@ class Difference:
         verdict: "near-tie" or False.
         plain_token: what plain decoding wrote there; None if it had ended.
         other_token: what the other wrote; None if it had ended.
-        margin: gap between the two tokens' logits in a fresh pass over the plain text, float32 arithmetic on its logits.
+        margin: gap between the two tokens' logits (as float32) in a fresh pass over the plain text.
         ulps: the same in units of the last place of the larger logit in the model's dtype.
         top2_margin: gap between the two likeliest tokens.
         plain_probability: of the plain token, by a float32 softmax.

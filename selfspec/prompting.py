@@ -66,7 +66,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
         if line.strip():
             prompts.append(_parse(line, f"{path}, line {number}"))
     if not prompts:
-        raise DataError(f"{path} holds no prompts; wanted lines like {{\"prompt\": \"...\"}}")
+        raise DataError(f'{path} holds no prompts; wanted lines like {{"prompt": "..."}}')
     return prompts
 
 

@@ -1,0 +1,5 @@
+"""`python -m selfspec`."""
+
+from selfspec.cli import main
+
+main()

@@ -1,0 +1,95 @@
+"""Options that several commands share: one name, one default, one meaning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from selfspec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Target = Annotated[str, typer.Option("--target", help="Model: a folder, a Hub id, or `demo` (the demo extra).")]
+Drafts = Annotated[
+    list[str] | None,
+    typer.Option("--draft", help="Folder or Hub id of heads, or a method that needs no training. May be repeated."),
+]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        help="JSONL with `prompt`, `text`, `turns` or `messages` per line; standard-library code if left out.",
+    ),
+]
+Limit = Annotated[int, typer.Option("--limit", min=1, help="The most prompts.")]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens to write per prompt.")]
+Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")]
+Device = Annotated[
+    str | None, typer.Option("--device", help="For instance cpu or cuda:0; an accelerator if there is one.")
+]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; torch's choice if left out.")]
+Seed = Annotated[int, typer.Option("--seed", help="Of everything drawn.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the results here, too.")]
+
+
+def quiet(threads: int | None = None) -> None:
+    """Set the number of threads and keep transformers' progress bars and hints off the terminal."""
+    import torch
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def load(
+    target: str, dtype: str, device: str | None, threads: int | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a target the way every command does."""
+    import torch
+
+    from selfspec.models import load_target
+
+    quiet(threads)
+    return load_target(target, dtype, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompts: Path | None, limit: int, seed: int) -> list[list[int]]:
+    """Token ids of the prompts of a file, or of held-out snippets of the standard library."""
+    from selfspec.prompting import Prompt, read_prompts
+
+    if prompts is not None:
+        found = read_prompts(prompts, limit)
+    else:
+        from selfspec.train.corpus import stdlib_snippets
+
+        found = [Prompt(snippet.text) for snippet in stdlib_snippets("held-out", limit, seed, tokenizer)]
+    return [prompt.encode(tokenizer) for prompt in found]
+
+
+def log_to_terminal() -> None:
+    """Show this package's own messages on stderr."""
+    import logging
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("selfspec").setLevel(logging.INFO)
+
+
+def key_values(given: list[str]) -> dict[str, Any]:
+    """`top_p=0.9 stop_strings=["a"]` to values, read as YAML does."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    wrong = [part for part in given if "=" not in part or part.startswith("=")]
+    if wrong:
+        raise ConfigError(f"wanted KEY=VALUE got {wrong[0]!r}; put text that holds spaces in quotes")
+    try:
+        values = OmegaConf.to_container(OmegaConf.from_dotlist(given))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"cannot read {' '.join(given)!r}: {str(error).splitlines()[0]}") from error
+    return {str(key): value for key, value in dict(values).items()} if isinstance(values, dict) else {}

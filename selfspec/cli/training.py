@@ -1,0 +1,109 @@
+"""`selfspec distill` and `selfspec train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from selfspec.cli import options as opt
+from selfspec.errors import ConfigError
+
+
+def distill(
+    target: opt.Target,
+    out: Annotated[Path, typer.Option(help="Folder of the dataset; a run that was cut off goes on from there.")],
+    mode: Annotated[
+        str,
+        typer.Option(help="`label`: the target reads text at hand; `write`: it continues prompts, or writes freely."),
+    ] = "label",
+    source: Annotated[
+        str,
+        typer.Option("--source", "--prompts", help="`stdlib`, a file (.jsonl or text), a folder, a glob, or nothing."),
+    ] = "stdlib",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Stop after this many tokens.")] = 100_000,
+    max_new_tokens: opt.MaxNewTokens = 128,
+    temperature: opt.Temperature = 0.0,
+    dtype: opt.Dtype = "bfloat16",
+    device: opt.Device = None,
+    threads: opt.Threads = None,
+    seed: opt.Seed = 0,
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="More settings, as length=256 top_k=50.")
+    ] = None,
+    json: opt.JsonFile = None,
+) -> None:
+    """Make training text with the target."""
+    from selfspec.outputs import check_file, check_folder
+
+    check_folder(out)
+    if json is not None:
+        check_file(json)
+    given = {"mode": mode, "source": source, "max_tokens": max_tokens, "max_new_tokens": max_new_tokens}
+    config = _distill_config({**given, "temperature": temperature, "seed": seed, **opt.key_values(settings or [])})
+    from selfspec.target import Target
+    from selfspec.train.distill import distill as make
+
+    model, tokenizer = opt.load(target, dtype, device, threads)
+    door = Target(model)
+    try:
+        manifest = make(door, tokenizer, config, out)
+    finally:
+        door.release()
+    typer.echo(
+        f"{out}: {manifest['rows']} rows, {manifest['tokens']} tokens, {manifest['learned']} of them to learn from"
+    )
+    if json is not None:
+        from selfspec.checkpoint import write_json
+
+        write_json(json, manifest)
+
+
+def _distill_config(values: dict[str, Any]) -> Any:
+    from dataclasses import fields
+
+    from selfspec.train.distill import DistillConfig
+
+    known = [f.name for f in fields(DistillConfig)]
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ConfigError(f"unknown setting {', '.join(unknown)}; known: {', '.join(known)}")
+    config = DistillConfig(**values)
+    config.check()
+    return config
+
+
+def train(
+    recipe: Annotated[str, typer.Argument(help="A YAML file, or the name of a recipe that ships with the package.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Changes, as output=heads optimisation.lr=3e-4."),
+    ] = None,
+    threads: opt.Threads = None,
+    json: opt.JsonFile = None,
+) -> None:
+    """Train draft heads. The same command goes on with a run that was interrupted."""
+    if json is not None:
+        from selfspec.outputs import check_file
+
+        check_file(json)
+    from selfspec.train.recipe import load_recipe
+    from selfspec.train.run import Interrupted
+    from selfspec.train.run import train as run
+
+    loaded = load_recipe(recipe, settings or [])
+    opt.quiet(threads)
+    opt.log_to_terminal()
+    try:
+        folder = run(loaded)
+    except Interrupted as stopped:
+        typer.echo(str(stopped), err=True)
+        raise typer.Exit(130) from stopped
+    typer.echo(f"heads: {folder}")
+    if json is not None:
+        from json import loads
+
+        from selfspec.checkpoint import write_json
+
+        write_json(json, loads((folder / "training.json").read_text(encoding="utf-8")))

@@ -1,0 +1,139 @@
+"""`selfspec generate` and `selfspec info`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from selfspec.cli import options as opt
+from selfspec.errors import ConfigError
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to go on from; `-` reads standard input.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="More arguments of `generate`, as top_p=0.9.")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option("--target", help="Model; the base model named by the heads if left out.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option("--draft", help="Heads or a method; plain decoding if left out.")] = None,
+    max_new_tokens: opt.MaxNewTokens = 128,
+    temperature: opt.Temperature = 0.0,
+    dtype: opt.Dtype = "bfloat16",
+    device: opt.Device = None,
+    threads: opt.Threads = None,
+    seed: opt.Seed = 0,
+    report: Annotated[bool, typer.Option(help="Show rounds, acceptance and time by stage at the end.")] = False,
+    json: opt.JsonFile = None,
+) -> None:
+    """Write on from a prompt, token by token as they are decided."""
+    extra = opt.key_values(arguments or [])
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text:
+        raise ConfigError("the prompt is empty; give at least one character")
+    if json is not None:
+        from selfspec.outputs import check_file
+
+        check_file(json)
+    model, tokenizer = _model(target, draft, dtype, device, threads)
+    sampling = {"do_sample": temperature > 0} | ({"temperature": temperature} if temperature else {})
+    written = _stream(model, tokenizer, text, {"max_new_tokens": max_new_tokens, **sampling, **extra}, seed)
+    speculation = getattr(model, "speculation", None)
+    figures = speculation.report() if speculation is not None else None
+    if report:
+        typer.echo(str(figures) if figures is not None else "no draft: plain decoding", err=True)
+    if json is not None:
+        from selfspec.checkpoint import write_json
+
+        write_json(json, {"prompt": text, "text": written, "report": figures})
+
+
+def _model(target: str | None, draft: str | None, dtype: str, device: str | None, threads: int | None) -> Any:
+    if target is None:
+        if draft is None:
+            raise ConfigError("nothing to run: give --target, or --draft with heads that name their base model")
+        from selfspec.checkpoint import heads_folder, read_config
+
+        target = read_config(heads_folder(draft)).get("base_model")
+        if not target:
+            raise ConfigError(f"{draft} names no base model; give --target")
+    model, tokenizer = opt.load(target, dtype, device, threads)
+    if draft is not None:
+        from selfspec.inference.patch import patch
+
+        patch(model, draft)
+    return model, tokenizer
+
+
+def _stream(model: Any, tokenizer: Any, text: str, arguments: dict[str, Any], seed: int) -> str:
+    import torch
+    from transformers import TextStreamer
+
+    from selfspec.prompting import Prompt
+
+    ids = torch.tensor([Prompt(text).encode(tokenizer)], device=model.device)
+    streams = arguments.get("num_beams", 1) == 1
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if streams else None
+    torch.manual_seed(seed)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer, **arguments)
+    written = str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+    if not streams:
+        typer.echo(written)
+    return written
+
+
+def info(
+    heads: Annotated[str, typer.Argument(help="Folder or Hub id of draft heads.")],
+    json: opt.JsonFile = None,
+) -> None:
+    """What draft heads are: kind, base model, vocabulary, parameters."""
+    if json is not None:
+        from selfspec.outputs import check_file
+
+        check_file(json)
+    figures = heads_info(heads)
+    width = max(map(len, figures))
+    for name, value in figures.items():
+        typer.echo(f"{name:<{width}}  {value:,}" if isinstance(value, int) else f"{name:<{width}}  {value}")
+    if json is not None:
+        from selfspec.checkpoint import write_json
+
+        write_json(json, figures)
+
+
+def heads_info(heads: str) -> dict[str, Any]:
+    """Figures of a heads folder, read from its config and the header of its weights."""
+    from safetensors import SafetensorError, safe_open
+
+    from selfspec.checkpoint import WEIGHTS, heads_folder, read_config
+    from selfspec.errors import CheckpointError
+
+    folder = heads_folder(heads)
+    config = read_config(folder)
+    path = Path(folder) / WEIGHTS
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; the heads' weights belong there")
+    parameters, dtypes = 0, set()
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_slice(name)
+                if part.get_dtype().startswith(("F", "BF")):
+                    size = 1
+                    for length in part.get_shape():
+                        size *= length
+                    parameters += size
+                    dtypes.add(part.get_dtype())
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged or cut off ({error}); copy or download it again") from error
+    figures = {
+        "kind": config.get("kind"),
+        "base_model": config.get("base_model") or "not named",
+        "parameters": parameters,
+    }
+    figures |= {"dtype": ", ".join(sorted(dtypes)), "bytes": path.stat().st_size}
+    return figures | {key: value for key, value in config.items() if key not in figures}
