@@ -5,6 +5,7 @@ Letters: B rows, N nodes, V vocabulary, K rows asked for.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,6 +59,8 @@ class History:
         self.buffer = input_ids.new_zeros(input_ids.shape[0], input_ids.shape[1] + room)
         self.buffer[:, : input_ids.shape[1]] = input_ids
         self.lengths = [input_ids.shape[1]] * input_ids.shape[0]
+        self.prompts = list(range(input_ids.shape[0]))
+        """Which prompt each row belongs to."""
 
     def write(self, row: int, at: int, tokens: Sequence[int]) -> None:
         """Put tokens at a place of a row, without committing them."""
@@ -80,6 +83,7 @@ class History:
         """Go on with these rows only."""
         self.buffer = self.buffer[list(rows)]
         self.lengths = [self.lengths[row] for row in rows]
+        self.prompts = [self.prompts[row] for row in rows]
 
 
 class Processors:
@@ -88,6 +92,13 @@ class Processors:
     def __init__(self, processors: LogitsProcessorList) -> None:
         self.processors = processors
         self.read_the_past = any(type(p) not in _IGNORE_THE_PAST for p in processors)
+        self._of_prompt: dict[int, LogitsProcessorList] = {}
+
+    def _for(self, prompt: int) -> LogitsProcessorList:
+        """The processors as they treat one row of the batch that `generate` was given."""
+        if prompt not in self._of_prompt:
+            self._of_prompt[prompt] = LogitsProcessorList([_for_prompt(p, prompt) for p in self.processors])
+        return self._of_prompt[prompt]
 
     def __call__(self, history: History, rows: Sequence[int], extras: Sequence[Sequence[int]], raw: Tensor) -> Tensor:
         """Processed scores `[K, V]` float32.
@@ -105,10 +116,20 @@ class Processors:
             nothing: Any = history.buffer[:1, :1].expand(len(rows), 1)
             return self.processors(nothing, scores)
         done = [
-            self.processors(history.past(row, extra), scores[i : i + 1])
+            self._for(history.prompts[row])(history.past(row, extra), scores[i : i + 1])
             for i, (row, extra) in enumerate(zip(rows, extras, strict=True))
         ]
         return done[0] if len(done) == 1 else torch.cat(done)
+
+
+def _for_prompt(processor: Any, prompt: int) -> Any:
+    """The processor itself, or a copy with this row's share of what it keeps per row (the length of the padding)."""
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if not isinstance(processor, lp.RepetitionPenaltyLogitsProcessor) or not isinstance(ignored, Tensor):
+        return processor
+    alone = copy.copy(processor)
+    alone.prompt_ignore_length = ignored[prompt : prompt + 1]
+    return alone
 
 
 class TreeScores:
