@@ -263,7 +263,8 @@ def prepare(target: Target, prompt: list[int], arguments: dict[str, Any]) -> Req
 
 def _generate(target: Target) -> Callable[..., Any]:
     """The unpatched `generate`, whatever the model at hand carries."""
-    method: Callable[..., Any] = type(target.model).generate.__get__(target.model)
+    model: Any = target.model
+    method: Callable[..., Any] = type(model).generate.__get__(model)
     return method
 
 

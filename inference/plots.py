@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
 from selfspec.inference.tables import title
 
+_log = logging.getLogger(__name__)
 _COLOURS = {"baseline": "#9aa5b1", "draft": "#2f6fab"}
 
 
@@ -23,7 +24,7 @@ def plot_speed(results: dict[str, Any], path: str | Path) -> Path | None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        warnings.warn("no chart: matplotlib is not installed; run: pip install matplotlib", UserWarning, stacklevel=2)
+        _log.warning("no chart: matplotlib is not installed; run: pip install matplotlib")
         return None
     runs = results["runs"]
     figure = Figure(figsize=(8.5, 1.4 + 0.55 * len(runs)), dpi=130, layout="constrained")

@@ -13,7 +13,7 @@ COLUMNS = ("run", "tokens/s", "speed-up (95%)", "tokens\n/round", "accepted\n/ro
 
 def results_table(results: dict[str, Any], console: Console | None = None) -> None:
     """One line per run: speed, speed-up over plain decoding, acceptance, and whether the text is the same."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for place, name in enumerate(COLUMNS):
         table.add_column(name, justify="left" if place == 0 else "right", no_wrap=True)
     for run in results["runs"]:

@@ -33,14 +33,13 @@ class Prompt:
         Raises:
             DataError: no token comes out.
         """
+        call: Any = tokenizer
         if self.messages and tokenizer.chat_template:
-            ids: Any = tokenizer.apply_chat_template(
-                [dict(message) for message in self.messages], add_generation_prompt=True, return_dict=True
-            )["input_ids"]
+            messages = [dict(message) for message in self.messages]
+            ids = call.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
         else:
-            ids = tokenizer("\n\n".join(m["content"] for m in self.messages) if self.text is None else self.text)[
-                "input_ids"
-            ]
+            text = "\n\n".join(m["content"] for m in self.messages) if self.text is None else self.text
+            ids = call(text)["input_ids"]
         if not ids:
             raise DataError("the prompt is empty; give at least one token")
         return list(ids)

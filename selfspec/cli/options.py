@@ -27,7 +27,7 @@ Prompts = Annotated[
 Limit = Annotated[int, typer.Option("--limit", min=1, help="The most prompts.")]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens to write per prompt.")]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="auto (what the device is fast at), bfloat16, float16 or float32.")]
 Device = Annotated[
     str | None, typer.Option("--device", help="For instance cpu or cuda:0; an accelerator if there is one.")
 ]
@@ -47,16 +47,28 @@ def quiet(threads: int | None = None) -> None:
         torch.set_num_threads(threads)
 
 
+def quiet_datasets() -> None:
+    """Keep the progress bars of `datasets` off the terminal; there is one for the whole job."""
+    from datasets import disable_progress_bars
+
+    disable_progress_bars()
+
+
+def pick_device(device: str | None) -> str:
+    """The device asked for, or an accelerator if there is one."""
+    import torch
+
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def load(
     target: str, dtype: str, device: str | None, threads: int | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a target the way every command does."""
-    import torch
-
     from selfspec.models import load_target
 
     quiet(threads)
-    return load_target(target, dtype, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return load_target(target, dtype, pick_device(device))
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompts: Path | None, limit: int, seed: int) -> list[list[int]]:

@@ -25,7 +25,7 @@ def distill(
     max_tokens: Annotated[int, typer.Option(min=1, help="Stop after this many tokens.")] = 100_000,
     max_new_tokens: opt.MaxNewTokens = 128,
     temperature: opt.Temperature = 0.0,
-    dtype: opt.Dtype = "bfloat16",
+    dtype: opt.Dtype = "auto",
     device: opt.Device = None,
     threads: opt.Threads = None,
     seed: opt.Seed = 0,
@@ -45,6 +45,7 @@ def distill(
     from selfspec.target import Target
     from selfspec.train.distill import distill as make
 
+    opt.quiet_datasets()
     model, tokenizer = opt.load(target, dtype, device, threads)
     door = Target(model)
     try:
@@ -94,6 +95,7 @@ def train(
 
     loaded = load_recipe(recipe, settings or [])
     opt.quiet(threads)
+    opt.quiet_datasets()
     opt.log_to_terminal()
     try:
         folder = run(loaded)

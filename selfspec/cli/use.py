@@ -23,7 +23,7 @@ def generate(
     draft: Annotated[str | None, typer.Option("--draft", help="Heads or a method; plain decoding if left out.")] = None,
     max_new_tokens: opt.MaxNewTokens = 128,
     temperature: opt.Temperature = 0.0,
-    dtype: opt.Dtype = "bfloat16",
+    dtype: opt.Dtype = "auto",
     device: opt.Device = None,
     threads: opt.Threads = None,
     seed: opt.Seed = 0,
