@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import reduce
 from tqdm import tqdm
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
+from transformers import TrainerControl as Control
+from transformers import TrainerState as State
+from transformers import TrainingArguments as Args
 
 from selfspec.train.data import TokenBatches
 from selfspec.train.schedule import Progress
@@ -19,14 +22,12 @@ if TYPE_CHECKING:
 
 
 class Epochs(TrainerCallback):
-    """Give every epoch its own order. Trainer reaches a sampler only through accelerate's wrappers, which we leave out."""
+    """Gives every epoch its own order. Trainer itself reaches a sampler only through accelerate's wrappers."""
 
     def __init__(self, batches: TokenBatches) -> None:
         self.batches = batches
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Choose the order."""
         self.batches.set_epoch(int(state.epoch or 0))
 
@@ -37,9 +38,7 @@ class GradientGuard(TrainerCallback):
     def __init__(self, trainer: HeadTrainer) -> None:
         self.trainer = trainer
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Look at all gradients of the step."""
         gradients = [p.grad for p in self.trainer.head.parameters() if p.grad is not None]
         self.trainer.demand_finite(torch.stack([torch.isfinite(g).all() for g in gradients]).all(), "gradient")
@@ -58,9 +57,7 @@ class Stopping(TrainerCallback):
         self.interrupted = False
         self._before: dict[int, Any] = {}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Start the clock and listen to signals."""
         self.progress.begin(self.progress.before)
         if threading.current_thread() is threading.main_thread():
@@ -79,7 +76,7 @@ class Stopping(TrainerCallback):
             signal.signal(number, handler)
         self._before.clear()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Agree with the other processes on the time and on whether to stop."""
         mine = torch.tensor([self.progress.measured_share(), float(self.received is not None)], device=args.device)
         if args.world_size > 1:
@@ -94,9 +91,7 @@ class Stopping(TrainerCallback):
         elif share >= 1:
             control.should_training_stop = True
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Stop listening."""
         self.restore()
 
@@ -114,24 +109,22 @@ class ProgressBar(TrainerCallback):
         self.bar: tqdm[Any] | None = None
         self.numbers: dict[str, str] = {}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Open the bar."""
         if self.show and state.is_world_process_zero:
             form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
             self.bar = tqdm(total=100, desc="train", bar_format=form)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Move the bar."""
         if self.bar is not None:
             self.bar.update(100 * self.progress.share(state.global_step) - self.bar.n)
 
     def on_log(
         self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
+        args: Args,
+        state: State,
+        control: Control,
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -145,9 +138,7 @@ class ProgressBar(TrainerCallback):
             self.numbers = {"step": str(state.global_step), "loss": f"{logs['loss']:.3f}"}
             self.bar.set_postfix(self.numbers)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Close the bar."""
         if self.bar is not None:
             self.bar.close()

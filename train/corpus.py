@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import logging
+import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -66,10 +67,12 @@ def stdlib_files() -> list[tuple[str, Path]]:
     """Names relative to the library's folder and paths, sorted by name."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        if not _SKIP.intersection(name.parts[:-1]) and not name.name.startswith("_sysconfigdata"):
-            found.append((name.as_posix(), path))
+    for folder, inner, files in os.walk(root):
+        inner[:] = [name for name in inner if name not in _SKIP]
+        for file in files:
+            if file.endswith(".py") and not file.startswith("_sysconfigdata"):
+                path = Path(folder, file)
+                found.append((path.relative_to(root).as_posix(), path))
     return sorted(found)
 
 

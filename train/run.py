@@ -112,8 +112,8 @@ def check_processes() -> None:
     wanted, found = int(os.environ.get("WORLD_SIZE", "1")), PartialState().num_processes
     if wanted != found:
         raise TrainingError(
-            f"WORLD_SIZE is {wanted}, but accelerate sees {found} process(es), so they would train apart from each other; "
-            "launch with `accelerate launch --multi_gpu`, or `--cpu` with ACCELERATE_USE_CPU=true and MASTER_ADDR set"
+            f"WORLD_SIZE is {wanted}, but accelerate sees {found} process(es), so they would train apart. "
+            "On GPUs launch with `accelerate launch --multi_gpu`; on CPUs with `torchrun` and ACCELERATE_USE_CPU=true"
         )
 
 
@@ -186,7 +186,7 @@ def _fit(recipe: Recipe, head: DraftHead, data: _Data, progress: bool) -> HeadTr
     trainer.train(resume_from_checkpoint=None if found is None else str(found))
     if trainer.stopping.interrupted:
         raise Interrupted(
-            f"interrupted at step {trainer.state.global_step}; {folder} holds a checkpoint, the same command goes on from it"
+            f"interrupted at step {trainer.state.global_step}; the same command goes on from the checkpoint in {folder}"
         )
     head.eval()
     return trainer

@@ -17,13 +17,21 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset, concatenate_datasets, load_from_disk
+from datasets import (
+    Dataset,
+    are_progress_bars_disabled,
+    concatenate_datasets,
+    disable_progress_bars,
+    enable_progress_bars,
+    load_from_disk,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -81,7 +89,8 @@ class ShardFolder:
     def write(self, index: int, rows: Dataset) -> None:
         """Write a shard under a temporary name, then rename it."""
         work = tempfile.mkdtemp(prefix=f".shard-{index:05d}-", dir=self.folder)
-        rows.save_to_disk(work)
+        with _quiet():
+            rows.save_to_disk(work)
         for path in Path(work).iterdir():
             _to_disk(path)
         os.replace(work, self._shard(index))
@@ -166,6 +175,18 @@ def _count(ids: Any, size: int) -> Tensor:
 
 def _total(data: Dataset) -> int:
     return int(sum(len(ids) for batch in data.select_columns(["input_ids"]).iter(1024) for ids in batch["input_ids"]))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the progress bars of `datasets`, which would break up ours."""
+    hidden = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not hidden:
+            enable_progress_bars()
 
 
 def _to_disk(path: Path) -> None:
