@@ -113,7 +113,7 @@ class SlotLayer(CacheLayerMixin):
             start = self.slots.lengths[0]
             storage[:, :, start : start + count] = new
         else:
-            storage.scatter_(2, _spread(self.slots.index(count), new), new)
+            storage.scatter_(2, _spread(self.slots.index(count).to(new.device), new), new)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots `source` to `target` (`[B, A]` each, equal where nothing moves)."""

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from selfspec.cache import Slots
+from selfspec.errors import UnsupportedModel
+from selfspec.hf import MASKED_ATTENTION
 from selfspec.tree import TreeShape
 
 
@@ -54,5 +56,9 @@ def as_attention_mask(seen: Tensor, attention: str, dtype: torch.dtype) -> Tenso
     """`[B, N, S]` bool to the `[B, 1, N, S]` mask that this attention back end takes."""
     if attention == "sdpa":
         return seen.unsqueeze(1)
+    if attention not in MASKED_ATTENTION:  # set after the model was patched
+        raise UnsupportedModel(
+            f"attention back end {attention!r} takes no tree mask; use set_attn_implementation('sdpa')"
+        )
     zero = torch.zeros((), dtype=dtype, device=seen.device)
     return torch.where(seen, zero, torch.finfo(dtype).min).unsqueeze(1)

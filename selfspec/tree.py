@@ -160,18 +160,29 @@ class DraftTree:
 
     def check(self, root: Tensor, vocab_size: int) -> None:
         """Raise DraftTreeError unless the tree is well formed and starts at `root` (`[B]`)."""
-        batch, nodes = self.tokens.shape
+        self._check_sizes(vocab_size)
         parents = self.parents
-        if parents.shape[1] != nodes or parents.shape[0] not in (1, batch):
-            raise DraftTreeError(f"parents have shape {tuple(parents.shape)}, wanted (1 or {batch}, {nodes})")
         if not torch.equal(self.tokens[:, 0], root):
             raise DraftTreeError(f"node 0 is {self.tokens[:, 0].tolist()}, wanted the last token {root.tolist()}")
-        line = torch.arange(nodes, device=parents.device)
+        line = torch.arange(self.nodes, device=parents.device)
         if bool(((parents >= line) | (parents < 0))[:, 1:].any()) or bool((parents[:, 0] != -1).any()):
             raise DraftTreeError(f"parents must come before children and the root's be -1, got {parents.tolist()}")
         inside = (self.tokens >= 0) & (self.tokens < vocab_size)
-        if not bool((inside | ~self.real()).all()):
+        if not bool(inside.all()):  # those of nodes that are not real too: they are embedded like the others
             raise DraftTreeError(f"tokens must lie in 0..{vocab_size - 1}, got {self.tokens[~inside].tolist()}")
+        if self.shape.real is not None and not bool(self.shape.real[:, 0].all()):
+            raise DraftTreeError("the root must be real in every row")
+
+    def _check_sizes(self, vocab_size: int) -> None:
+        batch, nodes = self.tokens.shape
+        for name, links in (("parents", self.parents), ("real", self.shape.real)):
+            if links is not None and (links.ndim != 2 or links.shape[0] not in (1, batch) or links.shape[1] != nodes):
+                raise DraftTreeError(f"{name} have shape {tuple(links.shape)}, wanted (1 or {batch}, {nodes})")
+        if self.drawn is not None:
+            ids = self.drawn.token_ids
+            wanted = (batch, nodes, vocab_size if ids is None else ids.numel())
+            if tuple(self.drawn.probs.shape) != wanted:
+                raise DraftTreeError(f"draft distributions have shape {tuple(self.drawn.probs.shape)}, wanted {wanted}")
 
 
 def shape_from_choices(choices: Iterable[Sequence[int]]) -> tuple[TreeShape, list[Path]]:
