@@ -203,6 +203,8 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
         raise ConfigError(f"{path} is not a readable YAML file: {error}") from error
     if not isinstance(raw, DictConfig):
         raise ConfigError(f"{path} must hold keys and values, got {type(raw).__name__}")
+    if overrides and "data" not in raw:
+        raw.data = [{}]  # the default source, so that overrides can reach into it
     for override in overrides:
         _apply(raw, override)
     return make_recipe(raw, str(path))
