@@ -153,9 +153,7 @@ def bench(
         settings: what all runs share.
         progress: called with a run's name after each of its calls (warm-ups first, then prompts).
     """
-    if not prompts:
-        raise ConfigError("there are no prompts to measure on; give at least one")
-    _check_lengths(target, prompts, settings)
+    check_prompts(target, prompts, settings)
     runs = _runs(drafts, settings)
     for run in runs:
         run.runner(_job(target, prompts[0], settings, 0, min(settings.warmup_tokens, settings.max_new_tokens)))
@@ -171,7 +169,10 @@ def bench(
     return {**_circumstances(target, prompts, settings), "runs": _summaries(runs, settings)}
 
 
-def _check_lengths(target: Target, prompts: Sequence[list[int]], settings: BenchSettings) -> None:
+def check_prompts(target: Target, prompts: Sequence[list[int]], settings: BenchSettings) -> None:
+    """Raise ConfigError when there are none, or one is too long for the model."""
+    if not prompts:
+        raise ConfigError("there are no prompts to measure on; give at least one")
     longest = max(map(len, prompts)) + settings.max_new_tokens
     if target.max_positions is not None and longest > target.max_positions:
         raise ConfigError(
@@ -184,6 +185,7 @@ def bench_with_progress(
     target: Target, drafts: dict[str, Draft], prompts: Sequence[list[int]], settings: BenchSettings
 ) -> dict[str, Any]:
     """The same with a progress bar on stderr."""
+    check_prompts(target, prompts, settings)
     calls = len(_runs(drafts, settings)) * (len(prompts) + 1)
     with tqdm(total=calls, desc="bench", unit="call") as bar:
 
@@ -366,7 +368,11 @@ def _summary(run: _Run, plain: list[float], best: list[float], settings: BenchSe
         "tokens_per_round": total.tokens_per_round,
         "accepted_per_round": total.accepted_per_round,
         "accepted_by_depth": total.accepted_by_depth if total.rounds else [],
+        "conditional_by_depth": total.conditional_by_depth,
         "rounds": total.rounds,
+        "proposed": total.proposed,
+        "accepted": total.accepted,
+        "committed": total.committed,
         "identical": overall(run.differences) if settings.temperature == 0 else None,
         "differences": [{"prompt": i, **d.to_dict()} for i, d in enumerate(run.differences) if d is not None],
         "stage_seconds": dict(total.seconds) if staged else None,

@@ -37,15 +37,13 @@ def results_table(results: dict[str, Any], console: Console | None = None) -> No
 
 def acceptance_table(results: dict[str, Any], console: Console | None = None) -> None:
     """One line per draft: tokens per round in both definitions, and acceptance at every depth."""
-    table = Table(box=box.SIMPLE_HEAD)
-    depths = max(len(run["accepted_by_depth"]) for run in results["runs"])
-    for name in ("run", "tokens/round", "accepted/round", *(f"depth {d + 1}" for d in range(depths))):
-        table.add_column(name, justify="left" if name == "run" else "right")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for name in ("run", "tokens\n/round", "accepted\n/round", "accepted at depth 1, 2, ..."):
+        table.add_column(name, justify="right" if "round" in name else "left", no_wrap="round" in name)
     for run in results["runs"]:
         if run["accepted_by_depth"]:
-            shares = [f"{share:.2f}" for share in run["accepted_by_depth"]]
             rates = (f"{run['tokens_per_round']:.2f}", f"{run['accepted_per_round']:.2f}")
-            table.add_row(run["name"], *rates, *shares)
+            table.add_row(run["name"], *rates, " ".join(f"{share:.2f}" for share in run["accepted_by_depth"]))
     console = console or Console()
     console.print(title(results), highlight=False, markup=False)
     console.print("accepted at depth d: share of all rounds in which the draft was right that deep", highlight=False)

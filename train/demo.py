@@ -178,7 +178,7 @@ class Demo:
         self.minutes[name] = round((time.monotonic() - start) / 60, 2)
 
     def _say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     # 1
 

@@ -98,7 +98,8 @@ def info(
     figures = heads_info(heads)
     width = max(map(len, figures))
     for name, value in figures.items():
-        typer.echo(f"{name:<{width}}  {value:,}" if isinstance(value, int) else f"{name:<{width}}  {value}")
+        number = isinstance(value, int) and not isinstance(value, bool)
+        typer.echo(f"{name:<{width}}  {value:,}" if number else f"{name:<{width}}  {value}")
     if json is not None:
         from selfspec.checkpoint import write_json
 
