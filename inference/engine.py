@@ -30,21 +30,22 @@ def decode(target: Target, draft: Draft, request: Request) -> Result:
 
     Nothing outlives the call but the result: draft and target are shared, their state is not.
     """
-    with torch.no_grad():
-        generation = Generation(target, draft, request)
-        try:
+    output = Output(request)
+    try:
+        with torch.no_grad():
+            generation = Generation(target, draft, request, output)
             generation.prefill()
             while generation.rows:
                 generation.round()
-        finally:
-            generation.output.end_stream()
-        return generation.result()
+            return generation.result()
+    finally:
+        output.end_stream()
 
 
 class Generation:
     """The state of one call. `rows[i]` is the prompt that row i of the running batch belongs to."""
 
-    def __init__(self, target: Target, draft: Draft, request: Request) -> None:
+    def __init__(self, target: Target, draft: Draft, request: Request, output: Output) -> None:
         self.target = target
         self.draft = draft
         self.request = request
@@ -53,7 +54,7 @@ class Generation:
         self.stopper = Stopper(request.stopping)
         self.processors = Processors(request.processors)
         self.stats = Stats(rows=request.input_ids.shape[0])
-        self.output = Output(request)
+        self.output = output
         self.rows = list(range(request.input_ids.shape[0]))
         self.tokens, self.counts = request.compact()
         self._check_length()
@@ -136,14 +137,14 @@ class Generation:
     def _emit(self, accepted: Accepted, count: bool, tree: DraftTree | None = None) -> list[int]:
         """Commit tokens up to each row's stop; returns the batch rows that go on. Cuts `accepted.tokens` in place."""
         going = []
-        real = None if tree is None else tree.real().sum(1).tolist()
+        real, depth = ([], []) if tree is None else (tree.real().sum(1).tolist(), tree.depths())
         for row, tokens in enumerate(accepted.tokens):
             keep, ended = self.stopper.cut(self.history, row, tokens)
             del tokens[keep:]
             self.history.append(row, tokens)
-            if count and tree is not None and real is not None:
+            if count and tree is not None:
                 drafted = min(len(accepted.paths[row]) - 1, keep)
-                self.stats.count_round(real[row] - 1, tree.shape.max_depth, drafted, keep)
+                self.stats.count_round(real[row] - 1, depth[row], drafted, keep)
             self.output.commit(self.rows[row], tokens, ended)
             if not ended:
                 going.append(row)

@@ -28,7 +28,7 @@ class Output:
         for row, path in enumerate(accepted.paths):
             for place in range(len(path)):
                 if self.request.keep_logits:
-                    self._logits[rows[row]].append(logits[row, path[place]].float())
+                    self._logits[rows[row]].append(logits[row, path[place]].to(torch.float32, copy=True))
                 if self.request.keep_scores:
                     self._scores[rows[row]].append(scores([row], [path[: place + 1]])[0])
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +73,16 @@ def patch(
     """
     if nodes is not None and nodes < 1:
         raise ConfigError(f"nodes={nodes} leaves no room for the root; give at least 1")
-    unpatch(model)
     target = Target(model)
     try:
         speculation = Speculation(target, resolve_draft(draft, target, revision, token, check_base), nodes)
     except Exception:
         target.release()
         raise
+    unpatch(model)
+    speculation.replaced = vars(model).get("generate")
     model.__dict__[_HANDLE] = speculation
-    model.__dict__["generate"] = _speculative_generate(model, speculation)
+    model.__dict__["generate"] = _Generate(model, speculation)
     return model
 
 
@@ -89,6 +91,8 @@ def unpatch(model: PreTrainedModel) -> PreTrainedModel:
     speculation = model.__dict__.pop(_HANDLE, None)
     if speculation is not None:
         model.__dict__.pop("generate", None)
+        if speculation.replaced is not None:
+            model.__dict__["generate"] = speculation.replaced
         speculation.target.release()
     return model
 
@@ -101,6 +105,11 @@ def resolve_draft(
     check_base: bool = True,
 ) -> Draft:
     """A draft from a name, a folder, a Hub id, or itself."""
+    if isinstance(draft, DraftHead) and draft.target.model is not target.model:
+        raise ConfigError(
+            f"this {draft.kind} head was built on another model object; build it on this one, or save it and give its "
+            "folder"
+        )
     if isinstance(draft, Draft):
         return draft
     if not isinstance(draft, (str, Path)):
@@ -117,21 +126,28 @@ def resolve_draft(
     return load_head(draft, target, revision=revision, token=token, check_base=check_base)
 
 
-def _speculative_generate(model: PreTrainedModel, speculation: Speculation) -> Callable[..., Any]:
-    original: Callable[..., Any] = type(model).generate  # type: ignore[attr-defined]
-    names = list(inspect.signature(original).parameters)[1:]
+class _Generate:
+    """`generate` of a patched model. An object and not a closure, so that a copy of the model speaks for itself."""
 
-    def generate(*args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Any:
-        kwargs.update(zip(names, args, strict=False))
+    def __init__(self, model: PreTrainedModel, speculation: Speculation) -> None:
+        self.model = model
+        self.speculation = speculation
+        self.__doc__ = type(model).generate.__doc__
+
+    def __call__(self, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Any:
+        original = type(self.model).generate
+        kwargs.update(zip(list(inspect.signature(original).parameters)[1:], args, strict=False))
         if kwargs.get("custom_generate") is not None:
-            return original(model, **kwargs)
+            return original(self.model, **kwargs)
         if kwargs.get("assistant_model") is not None:
             raise UnsupportedGeneration("assistant_model: this model already drafts for itself; call unpatch first")
-        _take_stop_strings(model, kwargs)
+        if kwargs.get("synced_gpus"):
+            raise UnsupportedGeneration("synced_gpus: ranks would not stay in step; call selfspec.unpatch(model) first")
+        _take_stop_strings(self.model, kwargs)
         streamer = kwargs.get("streamer")
 
         def speculate(
-            self: PreTrainedModel,
+            model: PreTrainedModel,
             input_ids: Tensor,
             logits_processor: LogitsProcessorList,
             stopping_criteria: StoppingCriteriaList,
@@ -139,27 +155,44 @@ def _speculative_generate(model: PreTrainedModel, speculation: Speculation) -> C
             **model_kwargs: Any,
         ) -> GenerateDecoderOnlyOutput | Tensor:
             call = _Call(input_ids, logits_processor, stopping_criteria, generation_config, streamer, generator)
-            return call.run(speculation, model_kwargs)
+            return call.run(self.speculation, model_kwargs)
 
-        return original(model, custom_generate=speculate, **kwargs)
-
-    generate.__doc__ = original.__doc__
-    return generate
+        return original(self.model, custom_generate=speculate, **kwargs)
 
 
 def _take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     """Turn stop strings into a criterion here: `generate` drops the tokenizer before a custom method sees it."""
     config = kwargs.get("generation_config") or model.generation_config
-    strings = kwargs.pop("stop_strings", None) or config.stop_strings
+    strings = kwargs.pop("stop_strings", None) or config.stop_strings or model.generation_config.stop_strings
     tokenizer = kwargs.pop("tokenizer", None)
     if strings is None:
         return
     if tokenizer is None:
         raise UnsupportedGeneration("stop strings need the model's tokenizer: pass tokenizer=... to generate")
-    if config.stop_strings is not None:
+    if kwargs.get("generation_config") is not None and config.stop_strings is not None:
         kwargs["generation_config"] = GenerationConfig.from_dict({**config.to_dict(), "stop_strings": None})
+    if model.generation_config.stop_strings is not None:
+        kwargs["stop_strings"] = None  # or `generate` would fill it in again from the model's own defaults
     criteria = [*(kwargs.get("stopping_criteria") or []), StopStringCriteria(tokenizer, strings)]
     kwargs["stopping_criteria"] = StoppingCriteriaList(criteria)
+
+
+@contextmanager
+def _drawing_from(generator: torch.Generator | None) -> Iterator[None]:
+    """Let torch's default generator go on from this one, and give both their due afterwards."""
+    if generator is None:
+        yield
+        return
+    default = torch.default_generator
+    if generator.device.type == "cuda":
+        default = torch.cuda.default_generators[generator.device.index or 0]
+    state = default.get_state()
+    default.set_state(generator.get_state())
+    try:
+        yield
+    finally:
+        generator.set_state(default.get_state())
+        default.set_state(state)
 
 
 class _Call:
@@ -236,6 +269,8 @@ class _Call:
 
     def _padding_obstacles(self, model_kwargs: dict[str, Any]) -> list[str]:
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+        if model_kwargs.get("inputs_embeds") is not None:
+            return []
         if self.input_ids.shape[1] == 0:
             raise UnsupportedGeneration("the prompt is empty; give at least one token")
         if mask is not None and (mask.shape != self.input_ids.shape or bool((mask[:, 1:] < mask[:, :-1]).any())):
@@ -248,9 +283,16 @@ class _Call:
         return []
 
     def _plain(self, model: PreTrainedModel, model_kwargs: dict[str, Any]) -> GenerateDecoderOnlyOutput | Tensor:
-        found: GenerateDecoderOnlyOutput | Tensor = hf.sample_plainly(
-            model, self.input_ids, self.processors, self.criteria, self.config, streamer=self.streamer, **model_kwargs
-        )
+        with _drawing_from(self.generator):
+            found: GenerateDecoderOnlyOutput | Tensor = hf.sample_plainly(
+                model,
+                self.input_ids,
+                self.processors,
+                self.criteria,
+                self.config,
+                streamer=self.streamer,
+                **model_kwargs,
+            )
         return found
 
     def _request(self, speculation: Speculation, model_kwargs: dict[str, Any]) -> Request:

@@ -17,12 +17,16 @@ from selfspec.tree import DraftTree
 
 def decode_plain(target: Target, request: Request) -> Result:
     """Generate without a draft. All rows run until the last one has ended, as in `generate`; scores are not kept."""
-    with torch.no_grad():
-        return _decode(target, request)
+    output = Output(request)
+    try:
+        with torch.no_grad():
+            return _decode(target, request, output)
+    finally:
+        output.end_stream()
 
 
-def _decode(target: Target, request: Request) -> Result:
-    output, stopper, processors = Output(request), Stopper(request.stopping), Processors(request.processors)
+def _decode(target: Target, request: Request, output: Output) -> Result:
+    stopper, processors = Stopper(request.stopping), Processors(request.processors)
     chance, stats = TorchChance(request.generator, target.device), Stats(rows=request.input_ids.shape[0])
     tokens, counts = request.compact()
     room = max(stopper.room(request.input_ids.shape[1]) or 1, 1)
@@ -30,26 +34,23 @@ def _decode(target: Target, request: Request) -> Result:
     cache = target.new_cache(len(counts), max(counts) + room)
     everyone = list(range(len(counts)))
     nothing: list[list[int]] = [[] for _ in everyone]
-    try:
-        with stats.timed("prefill"):
-            logits = target.prefill(tokens, counts, cache, Needs()).logits
-        while True:
-            with stats.timed("accept"):
-                scores = processors(history, everyone, nothing, logits[:, -1])
-                picked = (chance.token(scores.softmax(-1)) if request.do_sample else scores.argmax(-1)).tolist()
-            with stats.timed("emit"):
-                for row in (r for r in everyone if not output.ended[r]):
-                    _, ended = stopper.cut(history, row, [picked[row]])
-                    output.commit(row, [picked[row]], ended)
-                    stats.count_plain(first=len(output.tokens[row]) == 1)
-                for row in everyone:
-                    history.append(row, [picked[row]])
-                output.stream()
-            if all(output.ended):
-                return Result(output.sequences(), stats, cache=cache)
-            with stats.timed("verify"):
-                root = torch.tensor(picked, device=tokens.device)
-                logits = target.verify(DraftTree.root_only(root), cache, Needs()).logits
-                cache.commit([1] * len(picked))
-    finally:
-        output.end_stream()
+    with stats.timed("prefill"):
+        logits = target.prefill(tokens, counts, cache, Needs()).logits
+    while True:
+        with stats.timed("accept"):
+            scores = processors(history, everyone, nothing, logits[:, -1])
+            picked = (chance.token(scores.softmax(-1)) if request.do_sample else scores.argmax(-1)).tolist()
+        with stats.timed("emit"):
+            for row in (r for r in everyone if not output.ended[r]):
+                _, ended = stopper.cut(history, row, [picked[row]])
+                output.commit(row, [picked[row]], ended)
+                stats.count_plain(first=len(output.tokens[row]) == 1)
+            for row in everyone:
+                history.append(row, [picked[row]])
+            output.stream()
+        if all(output.ended):
+            return Result(output.sequences(), stats, cache=cache)
+        with stats.timed("verify"):
+            root = torch.tensor(picked, device=tokens.device)
+            logits = target.verify(DraftTree.root_only(root), cache, Needs()).logits
+            cache.commit([1] * len(picked))

@@ -18,6 +18,7 @@ class Speculation:
         draft: the draft in use.
         nodes: the most nodes of a tree, None if the draft decides.
         last: statistics of the call that finished last, None before the first.
+        replaced: a `generate` that someone had put on the model itself before it was patched, None as a rule.
     """
 
     def __init__(self, target: Target, draft: Draft, nodes: int | None = None) -> None:
@@ -25,8 +26,17 @@ class Speculation:
         self.draft = draft
         self.nodes = nodes
         self.last: Stats | None = None
+        self.replaced: Any = None
         self._total = Stats()
         self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy (of the model, usually) keeps the draft and counts for itself."""
+        kept = ("target", "draft", "nodes", "replaced")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, last=None, _total=Stats(), _lock=threading.Lock())
 
     def record(self, stats: Stats) -> None:
         """Take in a finished call."""

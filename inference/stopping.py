@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
@@ -44,6 +45,7 @@ class Stopper:
                 return count, True
             if self.others:
                 past = history.past(row, tokens[:count])
-                if any(bool(criterion(past, None).all()) for criterion in self.others):
+                # A criterion may answer with a Python bool; transformers takes that too.
+                if any(bool(torch.as_tensor(criterion(past, None)).all()) for criterion in self.others):
                     return count, True
         return len(tokens), False

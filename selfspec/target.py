@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -250,7 +251,7 @@ class Target:
     def _head_for_few_rows(self) -> FewRowsHead | None:
         """A faster output head, where there is one and it gives the model's own logits."""
         weight = self.output_weight()
-        if not FewRowsHead.applies(weight):
+        if not FewRowsHead.applies(weight) or not self._calls_nothing_else():
             return None
         if self._few_rows is None or self._few_rows.weight is not weight:
             assert weight is not None
@@ -261,6 +262,12 @@ class Target:
             head.trusted = torch.allclose(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
             self._few_rows = head
         return self._few_rows if self._few_rows.trusted else None
+
+    def _calls_nothing_else(self) -> bool:
+        """Whether the output head is a plain product: no adapter, no hook, no replaced `forward` on it or the model."""
+        head = self._output_head()
+        hooked = any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in (head, self.model))
+        return type(head) is nn.Linear and not hooked
 
     def features(self, tokens: Tensor, attention_mask: Tensor | None, needs: Needs) -> TargetOutput:
         """Hidden states of whole sequences, without cache and without logits: what heads are trained on.
@@ -330,14 +337,14 @@ class Target:
         blocks = hf.blocks_of(self.model)
         if not 0 <= layer < len(blocks):
             raise UnsupportedModel(f"layer {layer} to read from is not in 0..{len(blocks) - 1} of this target")
-
-        def catch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            tap = _TAP.get()
-            if tap is not None and tap.owner is self:
-                tap.layers[layer] = args[0] if args else kwargs["hidden_states"]
-
+        catch = partial(self._catch_layer, layer)
         self._handles.append(blocks[layer].register_forward_pre_hook(catch, with_kwargs=True))
         self._tapped.add(layer)
+
+    def _catch_layer(self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tap = _TAP.get()
+        if tap is not None and tap.owner is self:
+            tap.layers[layer] = args[0] if args else kwargs["hidden_states"]
 
     def release(self) -> None:
         """Take the hooks off the model again."""

@@ -138,6 +138,10 @@ class DraftTree:
             return torch.ones_like(self.tokens, dtype=torch.bool)
         return self.shape.real.expand_as(self.tokens)
 
+    def depths(self) -> list[int]:
+        """Per row the depth of its deepest real node."""
+        return self.shape.depth.expand_as(self.tokens).masked_fill(~self.real(), 0).amax(1).tolist()
+
     @staticmethod
     def root_only(root: Tensor) -> DraftTree:
         """No guesses at all: plain decoding of one token. `root` is `[B]`."""
