@@ -27,7 +27,7 @@ from selfspec.train.data import collate, to_verified
 from selfspec.train.evaluate import evaluate
 from selfspec.train.recipe import Optimisation, Recipe, load_recipe, make_recipe
 from selfspec.train.resume import newest_checkpoint
-from selfspec.train.run import Interrupted, check_processes, train
+from selfspec.train.run import Interrupted, processes, train
 from selfspec.train.schedule import Progress
 from selfspec.train.trainer import HeadTrainer, training_arguments
 
@@ -419,9 +419,10 @@ def test_interrupted_runs_go_on(
 
 
 def test_processes_that_do_not_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes("cpu")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(TrainingError, match="WORLD_SIZE is 2, but accelerate sees 1"):
-        check_processes()
+        processes("cpu")
 
 
 def test_command_line_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,90 +26,12 @@ from selfspec.draft import Needs
 from selfspec.errors import ConfigError, DataError
 from selfspec.fingerprint import fingerprint
 from selfspec.target import Target
-from selfspec.train.corpus import SPLITS
 from selfspec.train.rows import Row, label_rows, prompt_rows
+from selfspec.train.settings import DistillConfig
 from selfspec.train.shards import ShardFolder
 from selfspec.train.write import Picking, write
 
-MODES = ("label", "write")
-
 _log = logging.getLogger(__name__)
-
-
-@dataclass(kw_only=True)
-class DistillConfig:
-    """What to make. Everything here is part of the dataset's identity except `batch_tokens`.
-
-    Args:
-        mode: `label` or `write`.
-        source: `stdlib`, a file, a folder or a glob; empty (write only): start from the beginning-of-text token.
-        split: `train`, `held-out` or `all`.
-        max_tokens: stop after this many tokens, prompts included.
-        length: the most tokens of a row.
-        turn: which user turn of `turns`, counted from 0.
-        prompt_tokens: write: the longest prompt cut from a text; longer prompts of a file are cut at the front.
-        max_new_tokens: write: tokens to add per prompt.
-        samples: write: continuations per prompt.
-        learn_prompt: write: learn from the prompt's tokens too.
-        temperature: write: 0 is greedy.
-        top_k: write: 0 keeps all.
-        top_p: write: 1 keeps all.
-        seed: of everything drawn.
-        predictions: store the target's first choice at each place, over its whole vocabulary.
-        hidden: store the last hidden state, so that training needs no pass of the target.
-        layers: store the inputs of these blocks likewise.
-        shard_tokens: about this many tokens per shard; a killed run loses at most one shard.
-        batch_tokens: tokens per pass of the target.
-    """
-
-    mode: str = "label"
-    source: str = "stdlib"
-    split: str = "train"
-    max_tokens: int = 100_000
-    length: int = 512
-    turn: int = 0
-    prompt_tokens: int = 128
-    max_new_tokens: int = 128
-    samples: int = 1
-    learn_prompt: bool = False
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    predictions: bool = False
-    hidden: bool = False
-    layers: list[int] = field(default_factory=list)
-    shard_tokens: int = 16_384
-    batch_tokens: int = 2_048
-
-    def check(self) -> None:
-        """Raise ConfigError for values that make no sense."""
-        if self.mode not in MODES:
-            raise ConfigError(f"distill mode {self.mode!r} is unknown; use one of {', '.join(MODES)}")
-        if self.split not in SPLITS:
-            raise ConfigError(f"split {self.split!r} is unknown; use one of {', '.join(SPLITS)}")
-        if self.mode == "label" and not self.source:
-            raise ConfigError("mode 'label' needs a source of text; mode 'write' can do without")
-        for name in (
-            "max_tokens",
-            "length",
-            "max_new_tokens",
-            "samples",
-            "prompt_tokens",
-            "shard_tokens",
-            "batch_tokens",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, wanted at least 1")
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise ConfigError(
-                f"temperature {self.temperature}, top_k {self.top_k}, top_p {self.top_p}: wanted >= 0, >= 0, in (0, 1]"
-            )
-
-    @property
-    def needs(self) -> Needs:
-        """The features that are stored."""
-        return Needs(self.hidden, tuple(self.layers))
 
 
 def distill(
@@ -156,8 +78,6 @@ def identity(
     target: Target, tokenizer: PreTrainedTokenizerBase, config: DistillConfig, rows: Sequence[Row]
 ) -> dict[str, Any]:
     """Everything the content depends on."""
-    settings = asdict(config)
-    del settings["batch_tokens"]
     digest = hashlib.sha256()
     for row in rows:
         digest.update(np.asarray(row.ids, dtype=np.int32).tobytes() + bytes(row.learn) + b"|")
@@ -166,7 +86,7 @@ def identity(
         "dtype": str(target.dtype).removeprefix("torch."),
         "tokenizer": tokenizer_hash(tokenizer),
         "input": digest.hexdigest(),
-        "settings": settings,
+        "settings": config.content(),
     }
 
 
@@ -206,12 +126,11 @@ def _in_shards(rows: Sequence[Row], config: DistillConfig) -> Iterator[list[Row]
         yield part
 
 
-def _batches(rows: Sequence[Row], config: DistillConfig) -> Iterator[list[int]]:
-    """Indices of rows of like length, so that little is padding and no batch is larger than `batch_tokens`."""
+def _batches(rows: Sequence[Row], most: int, by_rows: bool = False) -> Iterator[list[int]]:
+    """Indices of rows of like length, so that little is padding, with at most so many tokens (or rows) in a batch."""
     batch: list[int] = []
     for index in sorted(range(len(rows)), key=lambda i: len(rows[i].ids)):
-        longest = len(rows[index].ids) + _room(rows[index], config)
-        if batch and (len(batch) + 1) * longest > config.batch_tokens:
+        if batch and (len(batch) + 1) * (1 if by_rows else len(rows[index].ids)) > most:
             yield batch
             batch = []
         batch.append(index)
@@ -225,7 +144,7 @@ def _written(
     picking = Picking(config.temperature, config.top_k, config.top_p)
     ends = end_tokens(target, tokenizer)
     result = list(rows)
-    for batch in _batches(rows, config):
+    for batch in _batches(rows, config.batch_rows, by_rows=True):
         room = [_room(rows[i], config) for i in batch]
         prompts, seeds = [rows[i].ids for i in batch], [rows[i].seed for i in batch]
         for i, new in zip(batch, write(target, prompts, max(room), picking, seeds, ends), strict=True):
@@ -250,7 +169,7 @@ def _read(target: Target, config: DistillConfig, rows: list[Row], bar: tqdm[Any]
             bar.update(sum(len(row.ids) for row in rows))
         return rows
     rows = [replace(row, features={}) for row in rows]
-    for batch in _batches(rows, config):
+    for batch in _batches(rows, config.batch_tokens):
         part = [rows[i] for i in batch]
         longest = max(len(row.ids) for row in part)
         tokens = torch.tensor([row.ids + [0] * (longest - len(row.ids)) for row in part], device=target.device)

@@ -15,8 +15,8 @@ from selfspec.inference.engine import decode
 from selfspec.inference.request import Request
 from selfspec.stats import Stats
 from selfspec.target import Target
-from selfspec.train.distill import DistillConfig
 from selfspec.train.rows import prompt_rows
+from selfspec.train.settings import DistillConfig
 
 if TYPE_CHECKING:
     from selfspec.train.recipe import Recipe

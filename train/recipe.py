@@ -17,7 +17,7 @@ from yaml import YAMLError
 from selfspec import recipes, registry
 from selfspec.errors import ConfigError
 from selfspec.head import HeadConfig
-from selfspec.train.distill import DistillConfig
+from selfspec.train.settings import DistillConfig
 
 SCHEDULES = ("cosine", "linear", "constant")
 PRECISIONS = ("auto", "float32", "bfloat16")

@@ -5,16 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.errors import ConfigError
 from selfspec.train.corpus import STDLIB, stable_fraction, stdlib_snippets
 from selfspec.train.prompts import Document, encode_prompt, encode_text, prefix_ids, read_documents
-
-if TYPE_CHECKING:
-    from selfspec.train.distill import DistillConfig
+from selfspec.train.settings import DistillConfig
 
 _SHORTEST = 8
 

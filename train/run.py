@@ -12,12 +12,12 @@ import shutil
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
+from accelerate import DistributedType, PartialState
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -29,10 +29,11 @@ from selfspec.head import DraftHead
 from selfspec.models import load_target
 from selfspec.target import Target
 from selfspec.train.data import TrainingRows
-from selfspec.train.distill import DistillConfig, distill, end_tokens
+from selfspec.train.distill import distill, end_tokens
 from selfspec.train.evaluate import evaluate, held_out_prompts
 from selfspec.train.recipe import Recipe, Source
 from selfspec.train.resume import CHECKPOINTS, RESULT, newest_checkpoint, open_output
+from selfspec.train.settings import DistillConfig
 from selfspec.train.shards import load_counts, load_shards, read_manifest
 from selfspec.train.trainer import HeadTrainer, training_arguments
 from selfspec.vocab import most_frequent
@@ -76,12 +77,12 @@ def train(
         Interrupted: Ctrl-C or SIGTERM; a checkpoint was saved.
     """
     recipe.check()
-    check_processes()
+    state = processes(recipe.device)
     torch.manual_seed(recipe.optimisation.seed)
     output, begun = Path(recipe.output), time.monotonic()
-    main = PartialState().is_main_process
+    main = state.is_main_process
     if model is None or tokenizer is None:
-        device = PartialState().device if recipe.device == "auto" else recipe.device
+        device = state.device if recipe.device == "auto" else recipe.device
         model, tokenizer = load_target(recipe.target, dtype=recipe.dtype, device=device)
     target = Target(model)
     settings = recipe.to_dict() | {"fingerprint": fingerprint(target)}
@@ -107,14 +108,22 @@ def train(
     return output
 
 
-def check_processes() -> None:
-    """Raise TrainingError when a launcher started several processes that do not see each other."""
-    wanted, found = int(os.environ.get("WORLD_SIZE", "1")), PartialState().num_processes
-    if wanted != found:
+def processes(device: str) -> PartialState:
+    """The processes of this run, connected.
+
+    Raises:
+        TrainingError: a launcher started several processes that would train apart from each other.
+    """
+    wanted = int(os.environ.get("WORLD_SIZE", "1"))
+    cpu = device == "cpu" or (device == "auto" and not torch.accelerator.is_available())
+    state = PartialState(cpu=cpu)
+    if wanted != state.num_processes or (wanted > 1 and state.distributed_type is DistributedType.NO):
         raise TrainingError(
-            f"WORLD_SIZE is {wanted}, but accelerate sees {found} process(es), so they would train apart. "
-            "On GPUs launch with `accelerate launch --multi_gpu`; on CPUs with `torchrun` and ACCELERATE_USE_CPU=true"
+            f"WORLD_SIZE is {wanted}, but accelerate sees {state.num_processes} process(es) of type "
+            f"{state.distributed_type.value}, so they would train apart. Use `accelerate launch --multi_gpu` or "
+            "`torchrun`; on CPUs also set ACCELERATE_USE_CPU=true"
         )
+    return state
 
 
 def make_data(
@@ -144,9 +153,7 @@ def _make(
     folder: Path, target: Target, tokenizer: PreTrainedTokenizerBase, config: DistillConfig, progress: bool
 ) -> Path:
     """The folder's name comes from the settings, so other settings never meet old data."""
-    settings = asdict(config)
-    del settings["batch_tokens"]
-    key = hashlib.sha256(json.dumps([settings, fingerprint(target)], sort_keys=True).encode()).hexdigest()[:10]
+    key = hashlib.sha256(json.dumps([config.content(), fingerprint(target)], sort_keys=True).encode()).hexdigest()[:10]
     path = folder / f"{config.mode}-{config.split}-{key}"
     if PartialState().is_main_process:
         distill(target, tokenizer, config, path, progress)

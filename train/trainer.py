@@ -80,7 +80,7 @@ class HeadTrainer(Trainer):
         show: bool = True,
     ) -> None:
         freeze(head)
-        self.head = head
+        self.head, self.trained = head, TrainedHead(head)
         self.settings = settings
         self.rows, self.held_out = train_rows, eval_rows
         self.batches = TokenBatches(
@@ -92,7 +92,7 @@ class HeadTrainer(Trainer):
         )
         self.progress = Progress(settings, self._planned_steps(args))
         super().__init__(
-            model=TrainedHead(head), args=args, train_dataset=train_rows, eval_dataset=eval_rows, data_collator=collate
+            model=self.trained, args=args, train_dataset=train_rows, eval_dataset=eval_rows, data_collator=collate
         )
         if self.is_fsdp_enabled or (self.is_deepspeed_enabled and _zero_stage(self) > 2):
             raise ConfigError("heads are small: use plain data parallelism, or DeepSpeed ZeRO up to stage 2")
@@ -114,14 +114,16 @@ class HeadTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Batches of this process; sharded here, not by accelerate, which would pad and reorder them."""
-        return DataLoader(self.rows, batch_sampler=self.batches, collate_fn=collate)  # type: ignore[arg-type]
+        return DataLoader(self.rows, batch_sampler=self.batches, collate_fn=collate)
 
     # Optimisation
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LRScheduler:
         """The learning rate of `Progress`."""
         if self.lr_scheduler is None:
-            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lambda step: self.progress.factor(step))
+            chosen = optimizer or self.optimizer
+            assert chosen is not None
+            self.lr_scheduler = LambdaLR(chosen, lambda step: self.progress.factor(step))
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
@@ -173,11 +175,11 @@ class HeadTrainer(Trainer):
         total: Tensor | None = None
         labels = 0
         with torch.no_grad():
-            for batch in DataLoader(self.held_out, batch_sampler=batches, collate_fn=collate):  # type: ignore[arg-type]
+            for batch in DataLoader(self.held_out, batch_sampler=batches, collate_fn=collate):
                 batch = self._prepare_inputs(batch)
                 labels += int((batch["labels"] >= 0).sum())
                 with self.accelerator.autocast():
-                    out = self.model(**batch, num_items_in_batch=one)
+                    out = self.trained(**batch, num_items_in_batch=one)
                 sums = torch.cat([out["loss"].view(1), out["correct"].float(), out["seen"].float()])
                 total = sums if total is None else total + sums
         assert total is not None
