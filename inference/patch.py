@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -132,10 +132,11 @@ class _Generate:
     def __init__(self, model: PreTrainedModel, speculation: Speculation) -> None:
         self.model = model
         self.speculation = speculation
-        self.__doc__ = type(model).generate.__doc__
+        self.original: Callable[..., Any] = type(model).generate  # type: ignore[attr-defined]
+        self.__doc__ = self.original.__doc__
 
     def __call__(self, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Any:
-        original = type(self.model).generate
+        original = self.original
         kwargs.update(zip(list(inspect.signature(original).parameters)[1:], args, strict=False))
         if kwargs.get("custom_generate") is not None:
             return original(self.model, **kwargs)
