@@ -42,9 +42,10 @@ from selfspec.target import Target
 
 PLAIN = "plain"
 TRANSFORMERS = "transformers"
-TRANSFORMERS_LOOKUP = "transformers-prompt-lookup"
-_LOOKUP_TOKENS = 10
+TRANSFORMERS_NGRAM = "transformers-prompt-lookup"
+_NGRAM_TOKENS = 10
 _RESAMPLES = 2000
+_FEWEST = 3
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class BenchSettings:
         warmup_tokens: length of the warm-up call.
         baselines: also run transformers' own `generate`, with and without its prompt lookup.
         nodes: the most nodes per tree, None leaves it to the draft.
+        max_seconds: start no further prompt after this time, once three are done; None is no limit.
     """
 
     max_new_tokens: int = 128
@@ -66,6 +68,7 @@ class BenchSettings:
     warmup_tokens: int = 8
     baselines: bool = True
     nodes: int | None = None
+    max_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 2:
@@ -158,7 +161,11 @@ def bench(
     for run in runs:
         run.runner(_job(target, prompts[0], settings, 0, min(settings.warmup_tokens, settings.max_new_tokens)))
         _tell(progress, run)
+    begun = time.monotonic()
     for index, prompt in enumerate(prompts):
+        if settings.max_seconds is not None and index >= _FEWEST and time.monotonic() - begun > settings.max_seconds:
+            prompts = prompts[:index]
+            break
         job = _job(target, prompt, settings, index, settings.max_new_tokens)
         for run in rotated(runs, index):
             run.samples.append(run.runner(job))
@@ -212,7 +219,7 @@ def _runs(drafts: dict[str, Draft], settings: BenchSettings) -> list[_Run]:
     if settings.baselines:
         runs += [
             _Run(TRANSFORMERS, run_transformers),
-            _Run(TRANSFORMERS_LOOKUP, lambda job: run_transformers(job, prompt_lookup_num_tokens=_LOOKUP_TOKENS)),
+            _Run(TRANSFORMERS_NGRAM, lambda job: run_transformers(job, prompt_lookup_num_tokens=_NGRAM_TOKENS)),
         ]
     taken = {run.name for run in runs} & set(drafts)
     if taken:
@@ -423,7 +430,7 @@ def engine_share(stages: dict[str, float], seconds: float) -> float | None:
 
 def recommended(results: dict[str, Any]) -> str:
     """The draft with the highest median speed-up; `plain` when none beats plain decoding."""
-    drafts = [run for run in results["runs"] if run["name"] not in (PLAIN, TRANSFORMERS, TRANSFORMERS_LOOKUP)]
+    drafts = [run for run in results["runs"] if run["name"] not in (PLAIN, TRANSFORMERS, TRANSFORMERS_NGRAM)]
     paying = [run for run in drafts if run["speedup"] is not None and run["speedup"] > 1]
     return str(max(paying, key=lambda run: run["speedup"])["name"]) if paying else PLAIN
 

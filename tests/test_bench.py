@@ -20,7 +20,7 @@ from selfspec.errors import ConfigError
 from selfspec.inference import bench as module
 from selfspec.inference.bench import (
     TRANSFORMERS,
-    TRANSFORMERS_LOOKUP,
+    TRANSFORMERS_NGRAM,
     BenchSettings,
     bench,
     bootstrap,
@@ -88,7 +88,7 @@ def test_rates_leave_out_prefill_and_warm_up(target: Target) -> None:
         assert (run["tokens"], run["rounds"], run["decoded_tokens"]) == (3 * 21, 3 * 20, 3 * 20)
         assert (run["prefill_seconds"], run["seconds"], run["total_seconds"]) == (30, 60, 90)
         assert run["tokens_per_s"] == run["speedup"] == run["tokens_per_round"] == 1.0
-    for name in (TRANSFORMERS_LOOKUP, "lookup"):
+    for name in (TRANSFORMERS_NGRAM, "lookup"):
         run = runs[name]
         assert run["tokens"] == 3 * 21
         assert run["seconds"] == run["rounds"]
@@ -129,7 +129,7 @@ def test_acceptance_of_a_scripted_draft(target: Target) -> None:
 def test_results_have_the_fields_users_are_promised(target: Target, tmp_path: Path) -> None:
     results = bench(target, resolve_drafts(["lookup"], target), prompts(2), BenchSettings(12))
     assert set(results) >= FIELDS
-    assert [run["name"] for run in results["runs"]] == ["plain", TRANSFORMERS, TRANSFORMERS_LOOKUP, "lookup"]
+    assert [run["name"] for run in results["runs"]] == ["plain", TRANSFORMERS, TRANSFORMERS_NGRAM, "lookup"]
     assert all(set(run) >= RUN_FIELDS for run in results["runs"])
     assert all(run["identical"] is True for run in results["runs"])
     assert 0 <= by_name(results)["lookup"]["engine_share"] <= 1
@@ -188,7 +188,7 @@ def test_interval_of_equal_values_is_a_point_and_one_value_has_none() -> None:
 
 @pytest.mark.parametrize(("speedups", "best"), [((1.2, 1.5), "b"), ((0.8, 0.9), "plain"), ((1.1, None), "a")])
 def test_recommended_is_the_fastest_draft_that_pays(speedups: tuple[float | None, ...], best: str) -> None:
-    runs = [{"name": "plain", "speedup": 1.0}, {"name": TRANSFORMERS_LOOKUP, "speedup": 9.0}]
+    runs = [{"name": "plain", "speedup": 1.0}, {"name": TRANSFORMERS_NGRAM, "speedup": 9.0}]
     runs += [{"name": name, "speedup": value} for name, value in zip("ab", speedups, strict=True)]
     assert recommended({"runs": runs}) == best
 

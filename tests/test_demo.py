@@ -15,7 +15,7 @@ from rich.console import Console
 
 from selfspec import cli, registry
 from selfspec.errors import ConfigError
-from selfspec.inference.bench import PLAIN, TRANSFORMERS, TRANSFORMERS_LOOKUP
+from selfspec.inference.bench import PLAIN, TRANSFORMERS, TRANSFORMERS_NGRAM
 from selfspec.train import demo as module
 from selfspec.train.demo import FULL, SMALL, DemoSettings, Scale, demo_recipes, run_demo, untrained_kinds
 
@@ -52,7 +52,7 @@ def test_results_are_complete_and_on_disk(finished: tuple[DemoSettings, dict[str
     settings, results, _ = finished
     assert json.loads((settings.out / "results.json").read_text()) == json.loads(json.dumps(results))
     names = [run["name"] for run in results["runs"]]
-    assert names == [PLAIN, TRANSFORMERS, TRANSFORMERS_LOOKUP, *untrained_kinds(), *demo_recipes()]
+    assert names == [PLAIN, TRANSFORMERS, TRANSFORMERS_NGRAM, *untrained_kinds(), *demo_recipes()]
     assert results["recommended"] in names
     assert set(results["heads"]) == set(demo_recipes())
     assert all((Path(folder) / "model.safetensors").is_file() for folder in results["heads"].values())
@@ -73,11 +73,11 @@ def test_second_run_trains_and_measures_nothing(
 ) -> None:
     settings, results, _ = finished
     monkeypatch.setattr(module, "bench_with_progress", None)
-    written = {path: path.stat().st_mtime_ns for path in settings.out.rglob("*.safetensors")}
+    written = {path: path.stat().st_mtime_ns for path in (settings.out / "heads").rglob("*.safetensors")}
     again, shown = show(settings)
     assert again["runs"] == results["runs"]
     assert shown.count("is there already") == len(demo_recipes())
-    assert written == {path: path.stat().st_mtime_ns for path in settings.out.rglob("*.safetensors")}
+    assert written == {path: path.stat().st_mtime_ns for path in (settings.out / "heads").rglob("*.safetensors")}
 
 
 def test_other_settings_measure_again(

@@ -27,8 +27,8 @@ ALLOWED = {
     "recipes": {"core", "recipes"},
 }
 METHODS = {"medusa", "eagle", "hydra", "lookup", "dflash"}
-# transformers' own names, which code that deals with generate() has to spell.
-NOT_OURS = {"prompt_lookup_num_tokens"}
+# transformers' own names, which code that deals with generate() has to spell, and the run of `bench` that uses them.
+NOT_OURS = {"prompt_lookup_num_tokens", "transformers-prompt-lookup"}
 
 
 @dataclass(frozen=True)

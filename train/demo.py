@@ -65,6 +65,7 @@ class Scale:
         evaluation_prompts: decoded at the end of each training.
         check_prompts: decoded through the patched `generate` and compared with plain decoding.
         bench_prompts: on which speeds are compared.
+        bench_minutes: compare on fewer prompts (three at least) where that takes longer.
         prompt_tokens: the most tokens of a prompt.
         max_new_tokens: per prompt.
     """
@@ -76,12 +77,24 @@ class Scale:
     evaluation_prompts: int = 2
     check_prompts: int = 3
     bench_prompts: int = 8
+    bench_minutes: float = 4.0
     prompt_tokens: int = 200
     max_new_tokens: int = 128
 
 
 FULL = Scale()
-SMALL = Scale(0.5, 4_000, 400, 512, 1, 1, 2, 80, 24)
+SMALL = Scale(
+    minutes=0.5,
+    label_tokens=4_000,
+    write_tokens=400,
+    held_out_tokens=512,
+    evaluation_prompts=1,
+    check_prompts=1,
+    bench_prompts=2,
+    bench_minutes=0.5,
+    prompt_tokens=80,
+    max_new_tokens=24,
+)
 
 
 @dataclass(frozen=True)
@@ -300,7 +313,9 @@ class Demo:
                 return dict(saved["results"])
         drafts = resolve_drafts(self._drafts(heads), self.target)
         prompts = self._prompts()[: self.scale.bench_prompts]
-        bench = BenchSettings(self.scale.max_new_tokens, seed=self.settings.seed)
+        bench = BenchSettings(
+            self.scale.max_new_tokens, seed=self.settings.seed, max_seconds=60 * self.scale.bench_minutes
+        )
         results = bench_with_progress(self.target, drafts, prompts, bench)
         write_json(path, {"key": key, "results": results})
         return results
