@@ -435,5 +435,5 @@ def test_command_line_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureF
 def test_output_that_cannot_be_written(cyclic: PreTrainedModel, cyclic_text: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     recipe = cyclic_recipe(METHODS[0], cyclic_text, tmp_path / "file" / "out")
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="nothing can be written"):
         train(recipe, cyclic, tokenizer(), progress=False)

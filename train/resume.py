@@ -21,34 +21,25 @@ def open_output(folder: Path, settings: Mapping[str, Any], restart: bool) -> boo
     """Prepare an output folder; true if a finished run with these settings is already there.
 
     Args:
-        folder: created if needed.
+        folder: exists.
         settings: the resolved recipe and what else identifies the run.
         restart: throw away what is there.
 
     Raises:
-        ConfigError: the folder cannot be written, or holds a run with other settings; the message lists them.
+        ConfigError: the folder holds a run with other settings; the message lists the differences.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".probe"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"output folder {folder} cannot be written: {error.strerror}; give another output="
-        ) from error
     mine = json.loads(json.dumps({k: v for k, v in settings.items() if k not in _FREE}))
     if restart:
         for name in (RUN, RESULT):
             (folder / name).unlink(missing_ok=True)
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
-    if (folder / RUN).is_file():
+    begun = (folder / RESULT).is_file() or newest_checkpoint(folder / CHECKPOINTS) is not None
+    if begun and (folder / RUN).is_file():
         found = list(differences(json.loads((folder / RUN).read_text()), mine))
         if found:
+            listed = "; ".join(found)
             raise ConfigError(
-                f"{folder} holds a run with other settings: "
-                + "; ".join(found)
-                + ". Give another output=, or restart=true"
+                f"{folder} holds a run with other settings: {listed}. Set another output, or restart=true"
             )
     else:
         write_json(folder / RUN, mine)

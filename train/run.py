@@ -27,6 +27,7 @@ from selfspec.errors import TrainingError
 from selfspec.fingerprint import fingerprint
 from selfspec.head import DraftHead
 from selfspec.models import load_target
+from selfspec.outputs import check_folder
 from selfspec.target import Target
 from selfspec.train.data import TrainingRows
 from selfspec.train.distill import distill, end_tokens
@@ -63,7 +64,7 @@ def train(
 
     Args:
         recipe: what to do.
-        model: the target; loaded by name if not given.
+        model: the target; loaded by name if not given. Put into eval mode, without gradients; otherwise left as it is.
         tokenizer: the target's.
         progress: show progress bars.
 
@@ -78,34 +79,51 @@ def train(
     """
     recipe.check()
     state = processes(recipe.device)
+    check_folder(recipe.output)
     torch.manual_seed(recipe.optimisation.seed)
-    output, begun = Path(recipe.output), time.monotonic()
-    main = state.is_main_process
+    begun = time.monotonic()
     if model is None or tokenizer is None:
         device = state.device if recipe.device == "auto" else recipe.device
         model, tokenizer = load_target(recipe.target, dtype=recipe.dtype, device=device)
     target = Target(model)
+    try:
+        _train(recipe, target, tokenizer, state, {"load": _minutes_since(begun)}, progress)
+    finally:
+        target.release()
+    return Path(recipe.output)
+
+
+def _train(
+    recipe: Recipe,
+    target: Target,
+    tokenizer: PreTrainedTokenizerBase,
+    state: PartialState,
+    minutes: dict[str, float],
+    progress: bool,
+) -> None:
+    main = state.is_main_process
     settings = recipe.to_dict() | {"fingerprint": fingerprint(target)}
-    if open_output(output, settings, recipe.restart and main):
-        _log.info("%s holds the finished run of this recipe", output)
-        return output
-    head = _new_head(recipe, target)
-    minutes = {"load": _minutes_since(begun)}
+    with state.main_process_first():
+        finished = open_output(Path(recipe.output), settings, recipe.restart and main)
+    if finished:
+        _log.info("%s holds the finished run of this recipe", recipe.output)
+        return
     began = time.monotonic()
+    head = _new_head(recipe, target)
     data = make_data(recipe, target, tokenizer, head, progress and main)
     head.output.set_vocab(draft_vocabulary(recipe, data, target, tokenizer))
-    head.reset_parameters(torch.Generator().manual_seed(recipe.optimisation.seed))
     minutes["data"] = _minutes_since(began)
     trainer = _fit(recipe, head, data, progress)
     minutes["train"] = trainer.progress.seconds / 60
     began = time.monotonic()
-    results = trainer.measure()
+    results: dict[str, Any] = trainer.measure()
     if main:
-        results |= _decode(recipe, model, tokenizer, head, progress)
+        if recipe.evaluation.prompts:
+            prompts, new_tokens = held_out_prompts(recipe, tokenizer), recipe.evaluation.max_new_tokens
+            results["decoding"] = evaluate(target, tokenizer, head, prompts, new_tokens, progress)
         minutes["evaluate"] = _minutes_since(began)
         _finish(recipe, head, data, trainer, minutes, results)
-    PartialState().wait_for_everyone()
-    return output
+    state.wait_for_everyone()
 
 
 def processes(device: str) -> PartialState:
@@ -203,15 +221,6 @@ def _try_saving(head: DraftHead, folder: Path) -> None:
     """Save once before training: better a failure now than after hours."""
     with tempfile.TemporaryDirectory(dir=folder, prefix=".dry-run-") as work:
         save_head(head, work)
-
-
-def _decode(
-    recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, head: DraftHead, progress: bool
-) -> dict[str, Any]:
-    if not recipe.evaluation.prompts:
-        return {}
-    prompts = held_out_prompts(recipe, tokenizer)
-    return {"decoding": evaluate(model, tokenizer, head, prompts, recipe.evaluation.max_new_tokens, progress)}
 
 
 def _finish(
