@@ -233,7 +233,8 @@ class Demo:
         source.length = min(source.length, limit)
         source.max_tokens = min(source.max_tokens, most)
         source.prompt_tokens = min(source.prompt_tokens, self.scale.prompt_tokens)
-        source.seed = self.settings.seed
+        source.max_new_tokens = min(source.max_new_tokens, self.scale.max_new_tokens)
+        source.seed += self.settings.seed
         return source
 
     def _distil(self, plans: Iterable[Recipe]) -> None:
@@ -351,6 +352,7 @@ class Demo:
         for path in [chart, self.settings.out / RESULTS, *heads.values()]:
             if path is not None:
                 self._say(str(path))
+        self._say("minutes: " + ", ".join(f"{name} {value:.1f}" for name, value in self.minutes.items()))
         return results
 
     def _side_by_side(self, best: str, heads: dict[str, Path]) -> dict[str, Any]:

@@ -73,9 +73,13 @@ def _stream(model: Any, tokenizer: Any, text: str, arguments: dict[str, Any], se
     import torch
     from transformers import TextStreamer
 
+    from selfspec.hf import config_of
     from selfspec.prompting import Prompt
 
     ids = torch.tensor([Prompt(text).encode(tokenizer)], device=model.device)
+    limit = getattr(config_of(model), "max_position_embeddings", None)
+    if limit is not None and ids.shape[1] > limit:
+        raise ConfigError(f"the prompt has {ids.shape[1]} tokens, the model is made for {limit}; shorten the prompt")
     streams = arguments.get("num_beams", 1) == 1
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if streams else None
     torch.manual_seed(seed)
