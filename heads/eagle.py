@@ -127,17 +127,26 @@ class Eagle(DraftHead):
         return Needs(hidden=True)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Normal weights of deviation 0.02, unit norms, no biases; the last norm scales as the target's last."""
+        """Start near "the next feature is like this one", with every channel at the size it has in the target.
+
+        Normal weights of deviation 0.02; the feature passes through `fc` unchanged, and what the layers add to it is
+        small. The norms undo and restore the sizes of the target's channels.
+        """
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.ndim == 1:
                 nn.init.ones_(parameter)
             elif not name.startswith("output."):
-                nn.init.normal_(parameter, std=0.02, generator=generator)
-        if isinstance(self.norm, RMSNorm):
-            with torch.no_grad():
-                self.norm.weight.copy_(self.target.norm_scale())
+                small = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, std=0.002 if small else 0.02, generator=generator)
+        with torch.no_grad():
+            self.fc.weight[:, self.config.hidden_size :].diagonal().add_(1)
+            scale = self.target.hidden_scale(generator).to(self.fc.weight.device)
+            if isinstance(self.feature_norm, RMSNorm):
+                self.feature_norm.weight.copy_(scale.pow(2).mean().sqrt() / scale)
+            if isinstance(self.norm, RMSNorm):
+                self.norm.weight.copy_(scale)
 
     def _join(self, features: Tensor, tokens: Tensor) -> Tensor:
         """Features `[B, T, D]` and the tokens after them `[B, T]` to the layers' input `[B, T, D]`."""

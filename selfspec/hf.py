@@ -35,7 +35,6 @@ __all__ = [
     "config_of",
     "decoder_of",
     "dynamic_cache",
-    "final_norm_of",
     "layer_windows",
     "mask_kinds",
     "sample_plainly",
@@ -62,12 +61,6 @@ def decoder_of(model: Any) -> nn.Module:
     """The module whose output is the last hidden state (after the final norm)."""
     module: nn.Module = model.base_model
     return module
-
-
-def final_norm_of(model: Any) -> nn.Module | None:
-    """The norm behind the last decoder block, None if the model has none."""
-    norms = [m for name, m in model.get_decoder().named_children() if "norm" in name or name.startswith("ln")]
-    return norms[-1] if norms else None
 
 
 def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
