@@ -218,7 +218,7 @@ class _Call:
     def run(self, speculation: Speculation, model_kwargs: dict[str, Any]) -> GenerateDecoderOnlyOutput | Tensor:
         """Speculate, or decode plainly with a warning that says why."""
         self._refuse()
-        reasons = self._obstacles(model_kwargs)
+        reasons = self._obstacles(model_kwargs) + self._rope_obstacles(speculation.target, model_kwargs)
         if reasons:
             warnings.warn(
                 f"selfspec: decoding without speculation, because of {'; '.join(reasons)}", UserWarning, stacklevel=4
@@ -267,6 +267,14 @@ class _Call:
     def _stops_unevenly_without_end(self) -> bool:
         stopper = Stopper(self.criteria)
         return bool(stopper.others) and not stopper.has_end_tokens
+
+    def _rope_obstacles(self, target: Target, model_kwargs: dict[str, Any]) -> list[str]:
+        switch, longest = hf.rope_switch(target.config), Stopper(self.criteria).max_length
+        mask = model_kwargs.get("attention_mask")
+        shortest = self.input_ids.shape[1] if mask is None else int(mask.sum(1).min())
+        if switch is None or shortest > switch or (longest is not None and longest <= switch):
+            return []
+        return [f"longrope, whose frequencies change at {switch} tokens"]
 
     def _padding_obstacles(self, model_kwargs: dict[str, Any]) -> list[str]:
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")

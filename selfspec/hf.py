@@ -37,6 +37,7 @@ __all__ = [
     "dynamic_cache",
     "layer_windows",
     "mask_kinds",
+    "rope_switch",
     "sample_plainly",
     "supports_logits_to_keep",
 ]
@@ -112,6 +113,20 @@ def mask_kinds(config: Any, windows: list[int | type[DummyLayer] | None]) -> dic
         if not isinstance(window, type) and found.setdefault(kind, window) != window:
             raise UnsupportedModel(f"layers of type {kind!r} in {config.model_type!r} have different windows")
     return found
+
+
+def rope_switch(config: Any) -> int | None:
+    """The length at which `longrope` changes its frequencies, None without it.
+
+    transformers reads the whole text anew there, so a cache of the shorter text is of no use beyond it.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    if not any(kind.get("rope_type") == "longrope" for kind in kinds):
+        return None
+    lengths = [kind.get("original_max_position_embeddings") for kind in kinds]
+    lengths.append(getattr(config, "original_max_position_embeddings", None))
+    return min((int(length) for length in lengths if length), default=None)
 
 
 def supports_logits_to_keep(model: Any) -> bool:

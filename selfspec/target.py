@@ -86,8 +86,13 @@ class Target:
             raise UnsupportedModel(f"{name} has no language-model head; load it with AutoModelForCausalLM")
         if config.model_type in _ADDS_BIAS_FROM_A_2D_MASK or getattr(config, "alibi", False):
             raise UnsupportedModel(f"{name} derives ALiBi from a 2-D mask, which a tree of guesses does not have")
-        if "position_ids" not in inspect.signature(self.model.forward).parameters:
+        if "local" in (getattr(config, "attention_layers", None) or ()):
+            raise UnsupportedModel(f"{name} has local attention with a causal mask of its own, which no tree fits")
+        takes = inspect.signature(self.model.forward).parameters
+        if "position_ids" not in takes:
             raise UnsupportedModel(f"{name}.forward takes no position_ids, so nodes of a tree cannot be placed")
+        if "cache" not in takes:
+            raise UnsupportedModel(f"{name}.forward takes no cache, so it reads the whole text at every step")
         if self.attention not in hf.MASKED_ATTENTION:
             raise UnsupportedModel(
                 f"attention back end {self.attention!r} takes no tree mask; load the model with "
