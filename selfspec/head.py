@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from selfspec.draft import Budget, DraftState, Needs, Sampling, Verified
 from selfspec.errors import ConfigError
+from selfspec.output_head import FewRowsHead
 from selfspec.target import Target
 from selfspec.tree import DraftTree
 from selfspec.vocab import DraftVocab
@@ -108,6 +109,7 @@ class DraftOutput(nn.Module):
         else:
             self.register_buffer("rows", weight, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
+        self._few_rows: FewRowsHead | None = None
 
     def set_vocab(self, ids: Tensor) -> None:
         """Choose the draft vocabulary (`[Q]` target ids) and take over the target's rows for it."""
@@ -125,7 +127,11 @@ class DraftOutput(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[..., D]` to logits `[..., Q]`, scaled and capped as the target's own."""
-        return self.target.finish_logits(F.linear(hidden, self.rows, self.bias))
+        if torch.is_grad_enabled() or hidden.ndim != 3 or not FewRowsHead.applies(self.rows):
+            return self.target.finish_logits(F.linear(hidden, self.rows, self.bias))
+        if self._few_rows is None or self._few_rows.weight is not self.rows:
+            self._few_rows = FewRowsHead(self.rows, self.bias)
+        return self.target.finish_logits(self._few_rows(hidden))
 
 
 class DraftHead(nn.Module, ABC):
