@@ -154,8 +154,9 @@ class Target:
         return head
 
     def output_weight(self) -> Tensor | None:
-        """`[V, D]` output head, by reference."""
-        return getattr(self._output_head(), "weight", None)
+        """`[V, D]` output head, by reference; None if it is not a tensor (quantised modules pack theirs)."""
+        weight = getattr(self._output_head(), "weight", None)
+        return weight if isinstance(weight, Tensor) else None
 
     def norm_weights(self) -> list[Tensor]:
         """A few vectors of the norms, for fingerprints."""

@@ -1167,6 +1167,31 @@ def test_text_that_crosses_the_switch_of_longrope_equals_plain_decoding(new: int
     assert any("longrope" in str(w.message) for w in said) == (prompt.shape[1] + new > 24)
 
 
+def test_an_output_head_with_packed_weights(prompt: Tensor) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        own = torch.ao.quantization.quantize_dynamic(tiny.model("llama"), {torch.nn.Linear}, dtype=torch.qint8)
+    wanted = plain(own, prompt, max_new_tokens=NEW)
+    with patched(own, Oracle(wanted.tolist(), oracle.chain(3))):
+        assert torch.equal(own.generate(prompt, max_new_tokens=NEW), wanted)
+
+
+def test_adapters_on_the_target_count_in_every_state(prompt: Tensor) -> None:
+    peft = pytest.importorskip("peft")
+    own = tiny.model("llama")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        wrapped = peft.get_peft_model(own, config)
+    with patched(own, "lookup"):
+        on = wrapped.generate(input_ids=prompt, max_new_tokens=NEW)
+        assert torch.equal(on, plain(own, prompt, max_new_tokens=NEW))
+        with wrapped.disable_adapter():
+            off = wrapped.generate(input_ids=prompt, max_new_tokens=NEW)
+            assert torch.equal(off, plain(own, prompt, max_new_tokens=NEW))
+    assert not torch.equal(on, off)
+
+
 def test_a_saved_model_holds_nothing_of_the_patch(tmp_path: Any, prompt: Tensor) -> None:
     own = tiny.model("llama")
     with patched(own, "lookup"):

@@ -61,7 +61,7 @@ def rough() -> Iterator[Loaded]:
     yield load(torch.bfloat16)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, most: int = 160) -> Tensor:
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, most: int = 80) -> Tensor:
     ids: Tensor = tokenizer(text, return_tensors="pt").input_ids[:, :most]
     return ids
 
@@ -75,7 +75,7 @@ def pair(loaded: Loaded, ids: Tensor, new: int, draft: Any = "lookup", **given: 
         return model.generate(ids, **given), wanted
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(2))
 def test_float32_is_identical(number: int, exact: Loaded) -> None:
     found, wanted = pair(exact, encode(exact[1], prompts(3)[number]), 40)
     assert torch.equal(found, wanted)
@@ -94,7 +94,7 @@ def test_float32_is_identical_in_a_left_padded_batch(exact: Loaded) -> None:
     model, tokenizer = exact
     rows = [encode(tokenizer, text, most)[0].tolist() for text, most in zip(BUILT_IN, (30, 9, 14), strict=True)]
     ids, mask = oracle.left_padded(rows, tokenizer.pad_token_id)
-    found, wanted = pair(exact, ids, 16, attention_mask=mask)
+    found, wanted = pair(exact, ids, 12, attention_mask=mask)
     assert torch.equal(found, wanted)
 
 
@@ -104,22 +104,22 @@ def test_rolling_back_beyond_the_sliding_window(exact: Loaded) -> None:
     text = "\n".join(prompts(3) * 60)
     ids = encode(tokenizer, text, WINDOW + 40)
     assert ids.shape[1] == WINDOW + 40
-    wanted = oracle.plain(model, ids, max_new_tokens=24, do_sample=False)
+    wanted = oracle.plain(model, ids, max_new_tokens=20, do_sample=False)
     vocab = model.config.get_text_config().vocab_size
     make = oracle.random_trees(3, 10, 0.7, ragged=False, vocab=vocab)
     with oracle.patched(model, oracle.Oracle(wanted.tolist(), make)):
-        assert torch.equal(model.generate(ids, max_new_tokens=24, do_sample=False), wanted)
+        assert torch.equal(model.generate(ids, max_new_tokens=20, do_sample=False), wanted)
         assert model.speculation.last.tokens_per_round > 1.3
 
 
 def test_crossing_the_sliding_window_in_mid_text(exact: Loaded) -> None:
     model, tokenizer = exact
     ids = encode(tokenizer, "\n".join(prompts(3) * 60), WINDOW - 6)
-    found, wanted = pair(exact, ids, 20)
+    found, wanted = pair(exact, ids, 14)
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(2))
 def test_bfloat16_is_identical_or_parts_at_a_near_tie(number: int, rough: Loaded) -> None:
     ids = encode(rough[1], prompts(3)[number])
     found, wanted = pair(rough, ids, 40)
@@ -127,7 +127,8 @@ def test_bfloat16_is_identical_or_parts_at_a_near_tie(number: int, rough: Loaded
         return
     width = min(found.shape[1], wanted.shape[1])
     place = int((found[0, :width] != wanted[0, :width]).nonzero()[0])
-    logits = rough[0](wanted[:, :place]).logits[0, -1].float()
+    with torch.no_grad():
+        logits = rough[0](wanted[:, :place], logits_to_keep=1).logits[0, -1].float()
     picked = logits[[int(wanted[0, place]), int(found[0, place])]]
     margin = float((picked[0] - picked[1]).abs())
     # bfloat16 keeps 8 bits, so numbers of this size come in steps of size / 128; rounding of the sums adds a few.
