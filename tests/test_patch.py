@@ -1168,11 +1168,12 @@ def test_text_that_crosses_the_switch_of_longrope_equals_plain_decoding(new: int
 
 
 def test_an_output_head_with_packed_weights(prompt: Tensor) -> None:
+    """One token per pass: dynamic quantisation scales all tokens of a pass together, so wider passes round apart."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         own = torch.ao.quantization.quantize_dynamic(tiny.model("llama"), {torch.nn.Linear}, dtype=torch.qint8)
     wanted = plain(own, prompt, max_new_tokens=NEW)
-    with patched(own, Oracle(wanted.tolist(), oracle.chain(3))):
+    with patched(own, "lookup", nodes=1):
         assert torch.equal(own.generate(prompt, max_new_tokens=NEW), wanted)
 
 
