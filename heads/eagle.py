@@ -143,6 +143,7 @@ class Eagle(DraftHead):
         with torch.no_grad():
             self.fc.weight[:, self.config.hidden_size :].diagonal().add_(1)
             scale = self.target.hidden_scale(generator).to(self.fc.weight.device)
+            scale = scale.clamp_min(1e-3 * float(scale.mean()))
             if isinstance(self.feature_norm, RMSNorm):
                 self.feature_norm.weight.copy_(scale.pow(2).mean().sqrt() / scale)
             if isinstance(self.norm, RMSNorm):
@@ -236,7 +237,7 @@ class Eagle(DraftHead):
         truth = verified.hidden.to(self.fc.weight.dtype)
         row, column = taught_places(verified, mask)
         taught = truth[row, column]
-        probs = teacher_probs(self.output(taught))
+        probs = teacher_probs(self.output.teach(taught))
         stores = [StepStore() for _ in self.layers]
         positions = torch.arange(truth.shape[1], device=truth.device).unsqueeze(0)
         features, config = truth, self.config

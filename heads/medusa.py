@@ -128,7 +128,7 @@ class Medusa(DraftHead):
         assert verified.hidden is not None
         hidden = verified.hidden.to(self.blocks.weight.dtype)
         row, column = taught_places(verified, mask)
-        probs = teacher_probs(self.output(hidden[row, column]))
+        probs = teacher_probs(self.output.teach(hidden[row, column]))
         moved = self.blocks(hidden.flatten(0, 1)).unflatten(1, hidden.shape[:2])
         loss, correct, seen = hidden.new_zeros((), dtype=torch.float32), [], []
         for j in range(self.config.num_heads):

@@ -92,10 +92,12 @@ class HeadLoss:
 class DraftOutput(nn.Module):
     """Hidden states to logits over the draft vocabulary.
 
-    Borrows rows of the target's output head (kept as a buffer that is never saved), or owns its weight.
+    Borrows rows of the target's output head (kept as a buffer that is never saved), or owns its weight and keeps the
+    borrowed rows beside it for the teacher.
     """
 
     rows: Tensor
+    teacher_rows: Tensor
     bias: Tensor | None
 
     def __init__(self, target: Target, size: int, own: bool) -> None:
@@ -106,6 +108,7 @@ class DraftOutput(nn.Module):
         weight, bias = target.output_rows(self.vocab.ids)
         if own:
             self.rows = nn.Parameter(weight.clone())
+            self.register_buffer("teacher_rows", weight, persistent=False)
         else:
             self.register_buffer("rows", weight, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
@@ -122,8 +125,16 @@ class DraftOutput(nn.Module):
         with torch.no_grad():
             if rows or not self.own:
                 self.rows.copy_(weight)
+            if self.own:
+                self.teacher_rows.copy_(weight)
             if self.bias is not None and bias is not None:
                 self.bias.copy_(bias)
+
+    @torch.no_grad()
+    def teach(self, hidden: Tensor) -> Tensor:
+        """The target's own logits over the draft vocabulary, `[..., D]` to `[..., Q]`, whoever owns the rows."""
+        rows = self.teacher_rows if self.own else self.rows
+        return self.target.finish_logits(F.linear(hidden, rows, self.bias))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[..., D]` to logits `[..., Q]`, scaled and capped as the target's own."""

@@ -361,6 +361,14 @@ def test_loss_over_given_items_is_the_sum_over_them(row: Row, target: Target) ->
 
 
 @each_trainable
+def test_the_teacher_is_the_target_though_the_output_is_owned(row: Row, target: Target) -> None:
+    borrowed, own = make(row, target), make(row, target, own_output=True)
+    hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    assert not torch.allclose(own.output(hidden), borrowed.output(hidden))
+    assert torch.equal(own.output.teach(hidden), borrowed.output(hidden))
+
+
+@each_trainable
 def test_fresh_heads_are_finite_and_repeatable(row: Row, target: Target) -> None:
     heads = [
         registry.method(row.kind).from_target(row.config(num_layers=2), target, torch.Generator().manual_seed(5))
