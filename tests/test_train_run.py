@@ -125,7 +125,7 @@ def test_resuming_repeats_bit_for_bit(stop: int, tmp_path: Path) -> None:
     other = trainer_of(parted, rows, tmp_path / "parted", **options)
     other.add_callback(StopAt(stop))
     other.train()
-    # The flag is looked at once a step, so the step after the signal may still be done.
+    # The flag is looked at once a step, so the step after the signal is still done.
     assert other.stopping.interrupted and stop <= other.state.global_step <= stop + 1
     found = newest_checkpoint(tmp_path / "parted")
     assert found is not None
@@ -232,6 +232,7 @@ def test_schedule_by_the_clock() -> None:
     progress = Progress(Optimisation(max_minutes=2.0, epochs=None, warmup=0.1, min_lr=0.0), None)
     progress.begin(seconds_before=60.0)
     assert progress.share(3) == pytest.approx(0.5, abs=0.01)
+    assert Progress(Optimisation(max_minutes=2.0, epochs=None, warmup=0.1), None).factor(0) == pytest.approx(0.05)
     progress.clock_share = 1.2
     assert progress.share(3) == 1.0 and progress.factor(3) == pytest.approx(0.0)
     with pytest.raises(ConfigError, match="no end"):

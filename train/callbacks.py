@@ -76,19 +76,21 @@ class Stopping(TrainerCallback):
             signal.signal(number, handler)
         self._before.clear()
 
-    def on_step_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
-        """Agree with the other processes on the time and on whether to stop."""
+    def on_optimizer_step(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
+        """Agree with the other processes on the time and on whether to stop, before the next learning rate is set."""
         mine = torch.tensor([self.progress.measured_share(), float(self.received is not None)], device=args.device)
         if args.world_size > 1:
             mine = reduce(mine, "sum")
             mine[0] /= args.world_size
         share, stop = mine.tolist()
         self.progress.clock_share = share
-        if stop:
-            self.interrupted = True
+        self.interrupted = bool(stop)
+
+    def on_step_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
+        """Stop if it is time."""
+        if self.interrupted:
             control.should_save = True
-            control.should_training_stop = True
-        elif share >= 1:
+        if self.interrupted or self.progress.clock_share >= 1:
             control.should_training_stop = True
 
     def on_train_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from selfspec.train.recipe import Optimisation
 
 
+_FIRST = 0.05
+
+
 class Progress:
     """The share of the training that is done: of its steps, or of its minutes, whichever is further.
 
@@ -61,9 +64,7 @@ class Progress:
         settings = self.settings
         done = self.share(step)
         if done < settings.warmup:
-            # The first step is not idle: it counts as half a step into the warm-up.
-            half = 0.5 / self.steps if self.steps else 0.0
-            return min((done + half) / settings.warmup, 1.0) or 1e-3
+            return max(done / settings.warmup, _FIRST)  # the first step is not idle
         if settings.schedule == "constant":
             return 1.0
         left = (1 - done) / max(1 - settings.warmup, 1e-9)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,10 +87,10 @@ class ShardFolder:
 
     def write(self, index: int, rows: Dataset) -> None:
         """Write a shard under a temporary name, then rename it."""
-        work = tempfile.mkdtemp(prefix=f".shard-{index:05d}-", dir=self.folder)
+        work = self.folder / f".shard-{index:05d}"
         with _quiet():
             rows.save_to_disk(work)
-        for path in Path(work).iterdir():
+        for path in work.iterdir():
             _to_disk(path)
         os.replace(work, self._shard(index))
 
@@ -108,10 +107,9 @@ class ShardFolder:
             if "predictions" in batch:
                 predicted += _count(np.concatenate(list(batch["predictions"])), vocab_size)
         counts = {"text": text} | ({"predictions": predicted} if "predictions" in data.column_names else {})
-        with tempfile.NamedTemporaryFile(dir=self.folder, prefix=f".{COUNTS}-", delete=False) as file:
-            pass
-        save_file(counts, file.name)
-        os.replace(file.name, self.folder / COUNTS)
+        work = self.folder / f".{COUNTS}"
+        save_file(counts, work)
+        os.replace(work, self.folder / COUNTS)
         sizes = {"rows": len(data), "tokens": _total(data), "learned": learned, "columns": data.column_names}
         manifest = {"format": FORMAT, "complete": True, "identity": self.identity, **sizes, **notes}
         write_json(self.folder / MANIFEST, manifest)
