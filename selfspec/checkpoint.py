@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,19 +35,32 @@ def replacing(folder: Path) -> Iterator[Path]:
     try:
         yield draft
         folder.mkdir(exist_ok=True)
+        mode = _usual_mode(draft)
         for path in sorted(draft.iterdir(), key=lambda p: p.name == CONFIG):
+            path.chmod(mode)
             os.replace(path, folder / path.name)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
+def _usual_mode(folder: Path) -> int:
+    """The mode that files get here by default; safetensors and temporary files are private to their owner."""
+    probe = folder / ".mode"
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    return mode
+
+
 def write_json(path: Path, values: Any) -> None:
     """Write JSON under a temporary name, then rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-        json.dump(values, file, indent=2)
-        file.write("\n")
-    os.replace(file.name, path)
+    work = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    try:
+        work.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        os.replace(work, path)
+    finally:
+        work.unlink(missing_ok=True)
 
 
 def save_head(head: DraftHead, folder: str | Path, dtype: torch.dtype | None = None) -> Path:
