@@ -25,12 +25,12 @@ from selfspec.inference.bench import (
     bench,
     bootstrap,
     engine_share,
-    prepare,
     recommended,
     resolve_drafts,
     rotated,
 )
 from selfspec.inference.plots import plot_speed
+from selfspec.inference.runs import prepare
 from selfspec.inference.tables import acceptance_table, results_table
 from selfspec.inference.verdict import NEAR_TIE, Difference, compare, first_difference, overall, resolution
 from selfspec.target import Target

@@ -26,16 +26,13 @@ from selfspec.inference.bench import (
     PLAIN,
     TRANSFORMERS,
     BenchSettings,
-    Job,
     bench_with_progress,
-    prepare,
     recommended,
     resolve_drafts,
-    run_plain,
-    run_transformers,
 )
 from selfspec.inference.patch import patch, unpatch
 from selfspec.inference.plots import plot_speed
+from selfspec.inference.runs import Job, prepare, run_plain, run_transformers
 from selfspec.inference.tables import difference_text, identical_text, results_table
 from selfspec.inference.verdict import Difference, compare, overall
 from selfspec.models import DEMO, load_target

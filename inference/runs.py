@@ -1,0 +1,169 @@
+"""One call of each kind of decoder on one prompt, timed alike.
+
+`plain` is this package's decoder without a draft, drafts go through the engine that a patched `generate` calls, and
+`transformers` is the unpatched `generate`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+from selfspec.draft import Draft
+from selfspec.inference.engine import decode
+from selfspec.inference.plain import decode_plain
+from selfspec.inference.request import Request, Result
+from selfspec.stats import Stats
+from selfspec.target import Target
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One run on one prompt.
+
+    Args:
+        tokens: the new tokens.
+        first: how many of them came with the prefill.
+        prefill: seconds.
+        total: seconds of the whole call.
+        cpu: processor seconds of the whole call.
+        stats: rounds and acceptance.
+        staged: whether `stats` holds the time by stage.
+    """
+
+    tokens: list[int]
+    first: int
+    prefill: float
+    total: float
+    cpu: float
+    stats: Stats
+    staged: bool = True
+
+    @property
+    def seconds(self) -> float:
+        """Without the prefill."""
+        return self.total - self.prefill
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second after the prefill; 0 when the prefill already ended the text."""
+        made = len(self.tokens) - self.first
+        return made / self.seconds if made and self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One prompt, ready for every run."""
+
+    target: Target
+    prompt: list[int]
+    request: Request
+    arguments: dict[str, Any]
+    seed: int
+
+
+Runner = Callable[[Job], Sample]
+
+
+def draft_runner(draft: Draft) -> Runner:
+    return lambda job: _timed(job, lambda request: decode(job.target, draft, request))
+
+
+def prepare(target: Target, prompt: list[int], arguments: dict[str, Any]) -> Request:
+    """The request that transformers' own preparation of `generate(**arguments)` leads to."""
+    found: list[Request] = []
+
+    def capture(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: Any,
+        **rest: Any,
+    ) -> Tensor:
+        config = generation_config
+        found.append(
+            Request(
+                input_ids,
+                processors=logits_processor,
+                stopping=stopping_criteria,
+                do_sample=bool(config.do_sample),
+                temperature=1.0 if config.temperature is None else float(config.temperature),
+                pad_token_id=None if config._pad_token_tensor is None else int(config._pad_token_tensor),
+            )
+        )
+        return input_ids
+
+    ids = torch.tensor([prompt], device=target.device)
+    _generate(target)(ids, attention_mask=torch.ones_like(ids), custom_generate=capture, **arguments)
+    return found[0]
+
+
+def _generate(target: Target) -> Callable[..., Any]:
+    """The unpatched `generate`, whatever the model at hand carries."""
+    model: Any = target.model
+    method: Callable[..., Any] = type(model).generate.__get__(model)
+    return method
+
+
+def run_plain(job: Job) -> Sample:
+    """Plain decoding on a prompt."""
+    return _timed(job, lambda request: decode_plain(job.target, request))
+
+
+def _timed(job: Job, run: Callable[[Request], Result]) -> Sample:
+    generator = torch.Generator(job.target.device).manual_seed(job.seed)
+    request = replace(job.request, generator=generator)
+    start, cpu = now(job.target), time.process_time()
+    result = run(request)
+    total, cpu = now(job.target) - start, time.process_time() - cpu
+    tokens = result.sequences[0, len(job.prompt) :].tolist()
+    return Sample(tokens, 1, result.stats.seconds["prefill"], total, cpu, result.stats)
+
+
+class _FirstStep:
+    """A stopping criterion that never stops; it notes when the first step was over and how many tokens it gave."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.at = 0.0
+        self.length = 0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        if not self.length:
+            self.at, self.length = now(self.target), input_ids.shape[1]
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def run_transformers(job: Job, **extra: Any) -> Sample:
+    """transformers' `generate` on a prompt; its preparation of the call is part of its prefill."""
+    target, passes = job.target, [0]
+    first = _FirstStep(target)
+    ids = torch.tensor([job.prompt], device=target.device)
+    arguments = {**job.arguments, **extra, "stopping_criteria": [first]}
+    handle = target.model.register_forward_pre_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
+    try:
+        with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
+            torch.manual_seed(job.seed)
+            start, cpu = now(target), time.process_time()
+            out = _generate(target)(ids, attention_mask=torch.ones_like(ids), **arguments)
+            total, cpu = now(target) - start, time.process_time() - cpu
+    finally:
+        handle.remove()
+    tokens = out[0, len(job.prompt) :].tolist()
+    came_first = first.length - len(job.prompt)
+    made, rounds = len(tokens) - came_first, passes[0] - 1
+    stats = Stats(rows=1, rounds=rounds, new_tokens=len(tokens), committed=made, accepted=max(made - rounds, 0))
+    return Sample(tokens, came_first, first.at - start, total, cpu, stats, staged=False)
+
+
+def now(target: Target) -> float:
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+    return time.perf_counter()
