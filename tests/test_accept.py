@@ -284,7 +284,7 @@ def test_committed_tokens_follow_the_target_exactly(name: str, warp: str) -> Non
 @pytest.mark.parametrize("seed", range(2))
 def test_other_tables_give_the_same_answer(seed: int) -> None:
     warp, processors = WARPS["temperature 1.7 and top-p 0.8"]
-    for name in ("tree of depth 2 without replacement", "chosen before drawn", "reduced draft vocabulary"):
+    for name in ("three siblings without replacement", "chosen before drawn", "reduced draft vocabulary"):
         vocab, spec = SPECS[name]
         assert distance(Table(vocab, 1000 * (seed + 1), processors()), spec, warp) < TOLERANCE, name
 
@@ -322,15 +322,15 @@ SIBLINGS = Spec({(): "dd"}, with_replacement=False)
 
 
 def test_plain_q_for_siblings_without_replacement_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = [Fixed(*PQ, PLAIN), Table(4, 3, PLAIN)]
-    specs = [SIBLINGS, Spec({(): "ddd", (0,): "dd"}, with_replacement=False)]
+    tables = [Fixed(*PQ, PLAIN), Table(5, 3, PLAIN)]
+    specs = [SIBLINGS, Spec({(): "ddd"}, with_replacement=False)]
     assert max(map(distance, tables, specs)) < TOLERANCE
     monkeypatch.setattr(rules, "_without", _same)
     # By hand for the first, with R = (1, 0, 0) the residual after a refusal of token 1 or 2: the second sibling x is
     # then accepted with R(x) / q(x), so only x = 0; the same as with the right q. Without chance to differ: 0.
     assert distance(tables[0], specs[0]) == pytest.approx(0.0, abs=1e-6)
     found = distance(tables[1], specs[1])
-    assert found > 0.01, f"total variation {found:.2e}"
+    assert found > 0.1, f"total variation {found:.2e}"
 
 
 def test_plain_q_where_it_can_be_worked_out_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -492,7 +492,7 @@ def test_rows_that_are_not_real_never_take_part() -> None:
 
 # End to end on a tiny model: drawn samples, so the verdict has odds
 
-SAMPLES, TOKENS, FALSE_ALARM = 800, 2, 1e-6
+SAMPLES, TOKENS, FALSE_ALARM = 600, 2, 1e-6
 SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 1.3, "top_k": 6, "top_p": 0.9}
 
 

@@ -107,7 +107,8 @@ def test_text_ends_at_the_first_end_token_wherever_it_falls_in_a_run(
     with patched(model, knows(model, prompt, make=MAKERS[name])):
         for place in range(1, NEW):
             end = reference[place]
-            for ends in (end, [end, unused(reference)], torch.tensor([end])):
+            others = ([end, unused(reference)], torch.tensor([end])) if place % 6 == 0 else ()
+            for ends in (end, *others):
                 found = model.generate(prompt, max_new_tokens=NEW, eos_token_id=ends, pad_token_id=0)
                 assert found[0, prompt.shape[1] :].tolist() == reference[: reference.index(end) + 1], (place, ends)
 
@@ -548,7 +549,7 @@ def test_a_returned_cache_serves_a_second_turn(model: PreTrainedModel, prompt: T
         first = model.generate(prompt, max_new_tokens=8, return_dict_in_generate=True)
         longer = torch.cat([first.sequences, tiny.text(1, 4, seed=8)], 1)
         with pytest.warns(UserWarning, match="cache of the caller's own"):
-            second = model.generate(longer, max_new_tokens=8, past_key_values=first.cache)
+            second = model.generate(longer, max_new_tokens=8, cache=first.cache)
     assert torch.equal(second, plain(model, longer, max_new_tokens=8))
 
 
@@ -560,7 +561,7 @@ def test_a_returned_cache_serves_a_second_turn(model: PreTrainedModel, prompt: T
     [
         (lambda m, ids: {"use_cache": False}, "use_cache=False"),
         (lambda m, ids: {"cache_implementation": "static"}, "cache_implementation='static'"),
-        (lambda m, ids: {"past_key_values": DynamicCache(config=m.config)}, "cache of the caller's own"),
+        (lambda m, ids: {"cache": DynamicCache(config=m.config)}, "cache of the caller's own"),
         (lambda m, ids: {"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         (lambda m, ids: {"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
         (lambda m, ids: {"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidance"),
@@ -1002,7 +1003,7 @@ def test_during_a_long_generation_only_the_cache_is_kept_and_no_graph(prompt: Te
 
     class Watch(oracle.Scripted):
         def observe(self, state: Any, verified: Verified) -> Any:
-            if state.round % 40 == 39:
+            if state.round % 50 == 49:
                 counts.append(_tensors())
             return super().observe(state, verified)
 
