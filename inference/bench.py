@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ class BenchSettings:
         seed: of sampling; prompt i uses seed + i in every run.
         warmup_tokens: length of the warm-up call.
         baselines: also run transformers' own `generate`, with and without its prompt lookup.
-        nodes: the most nodes per tree, None leaves it to the draft.
+        nodes: the most nodes per tree, for all drafts or by name; None leaves it to the draft.
         max_seconds: start no further prompt after this time, once three are done; None is no limit.
     """
 
@@ -71,7 +71,7 @@ class BenchSettings:
     seed: int = 0
     warmup_tokens: int = 8
     baselines: bool = True
-    nodes: int | None = None
+    nodes: int | Mapping[str, int] | None = None
     max_seconds: float | None = None
 
     def __post_init__(self) -> None:
@@ -81,6 +81,10 @@ class BenchSettings:
             raise ConfigError(
                 f"temperature={self.temperature} is negative; 0 is greedy, 1 the model's own distribution"
             )
+
+    def nodes_of(self, name: str) -> int | None:
+        """The most nodes per tree of a draft's run."""
+        return self.nodes.get(name) if isinstance(self.nodes, Mapping) else self.nodes
 
     def generate_arguments(self, max_new_tokens: int) -> dict[str, Any]:
         """Arguments of `generate`; every run takes its processors and stopping criteria from them."""
@@ -180,7 +184,7 @@ def _runs(drafts: dict[str, Draft], settings: BenchSettings) -> list[_Run]:
     taken = {run.name for run in runs} & set(drafts)
     if taken:
         raise ConfigError(f"a draft cannot be called {', '.join(sorted(taken))}: that is a baseline's name")
-    return runs + [_Run(name, draft_runner(draft)) for name, draft in drafts.items()]
+    return runs + [_Run(name, draft_runner(draft, settings.nodes_of(name))) for name, draft in drafts.items()]
 
 
 # Runs
@@ -189,7 +193,7 @@ def _runs(drafts: dict[str, Draft], settings: BenchSettings) -> list[_Run]:
 def _job(target: Target, prompt: list[int], settings: BenchSettings, index: int, max_new_tokens: int) -> Job:
     arguments = settings.generate_arguments(max_new_tokens)
     request = prepare(target, prompt, arguments)
-    return Job(target, prompt, replace(request, nodes=settings.nodes), arguments, settings.seed + index)
+    return Job(target, prompt, request, arguments, settings.seed + index)
 
 
 def _difference(job: Job, plain: Sample, other: Sample) -> Difference | None:
@@ -217,6 +221,7 @@ def _summary(run: _Run, plain: list[float], best: list[float], settings: BenchSe
     staged = all(s.staged for s in run.samples)
     return {
         "name": run.name,
+        "nodes": settings.nodes_of(run.name),
         "tokens": sum(len(s.tokens) for s in run.samples),
         "decoded_tokens": decoded,
         "seconds": seconds,

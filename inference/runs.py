@@ -71,8 +71,9 @@ class Job:
 Runner = Callable[[Job], Sample]
 
 
-def draft_runner(draft: Draft) -> Runner:
-    return lambda job: _timed(job, lambda request: decode(job.target, draft, request))
+def draft_runner(draft: Draft, nodes: int | None = None) -> Runner:
+    """A run that decodes with a draft, on trees of at most `nodes` nodes."""
+    return lambda job: _timed(job, lambda request: decode(job.target, draft, replace(request, nodes=nodes)))
 
 
 def prepare(target: Target, prompt: list[int], arguments: dict[str, Any]) -> Request:

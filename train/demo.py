@@ -20,6 +20,7 @@ from rich.console import Console
 
 from selfspec import recipes, registry
 from selfspec.checkpoint import WEIGHTS, write_json
+from selfspec.draft import Draft
 from selfspec.errors import ConfigError
 from selfspec.head import DraftHead
 from selfspec.inference.bench import (
@@ -33,6 +34,7 @@ from selfspec.inference.bench import (
 from selfspec.inference.patch import patch, unpatch
 from selfspec.inference.plots import plot_speed
 from selfspec.inference.runs import Job, prepare, run_plain, run_transformers
+from selfspec.inference.sizes import fastest_nodes
 from selfspec.inference.tables import difference_text, identical_text, results_table
 from selfspec.inference.verdict import Difference, compare, overall
 from selfspec.models import DEMO, load_target
@@ -61,6 +63,8 @@ class Scale:
         held_out_tokens: for the loss on held-out text.
         evaluation_prompts: decoded at the end of each training.
         check_prompts: decoded through the patched `generate` and compared with plain decoding.
+        size_prompts: of the training text, on which the size of each draft's trees is chosen; 0 keeps their own sizes.
+        size_tokens: written per prompt and size.
         bench_prompts: on which speeds are compared.
         bench_minutes: compare on fewer prompts (three at least) where that takes longer.
         prompt_tokens: the most tokens of a prompt.
@@ -73,6 +77,8 @@ class Scale:
     held_out_tokens: int = 4_096
     evaluation_prompts: int = 2
     check_prompts: int = 3
+    size_prompts: int = 2
+    size_tokens: int = 40
     bench_prompts: int = 8
     bench_minutes: float = 4.0
     prompt_tokens: int = 200
@@ -87,6 +93,8 @@ SMALL = Scale(
     held_out_tokens=512,
     evaluation_prompts=1,
     check_prompts=1,
+    size_prompts=1,
+    size_tokens=12,
     bench_prompts=2,
     bench_minutes=0.5,
     prompt_tokens=80,
@@ -263,12 +271,12 @@ class Demo:
 
     # 4
 
-    def _prompts(self) -> list[list[int]]:
-        """Held-out prompts, those to compare speeds on first."""
+    def _prompts(self, split: str = "held-out", wanted: int = 0) -> list[list[int]]:
+        """Held-out prompts, those to compare speeds on first; or some of another split."""
         scale = self.scale
-        wanted = scale.bench_prompts + scale.check_prompts
+        wanted = wanted or scale.bench_prompts + scale.check_prompts
         low = min(60, scale.prompt_tokens // 2)
-        snippets = stdlib_snippets("held-out", wanted, self.settings.seed, self.tokenizer, low, scale.prompt_tokens)
+        snippets = stdlib_snippets(split, wanted, self.settings.seed, self.tokenizer, low, scale.prompt_tokens)
         return [Prompt(snippet.text).encode(self.tokenizer) for snippet in snippets]
 
     def _drafts(self, heads: dict[str, Path]) -> list[str]:
@@ -293,8 +301,8 @@ class Demo:
                     self._say(difference_text(name, found[-1]))
         return found
 
-    def _job(self, prompt: list[int]) -> Job:
-        arguments = BenchSettings(self.scale.max_new_tokens).generate_arguments(self.scale.max_new_tokens)
+    def _job(self, prompt: list[int], max_new_tokens: int = 0) -> Job:
+        arguments = BenchSettings().generate_arguments(max_new_tokens or self.scale.max_new_tokens)
         return Job(self.target, prompt, prepare(self.target, prompt, arguments), arguments, self.settings.seed)
 
     def _compare(self, job: Job, plain: list[int], other: list[int]) -> Difference | None:
@@ -312,11 +320,27 @@ class Demo:
         drafts = resolve_drafts(self._drafts(heads), self.target)
         prompts = self._prompts()[: self.scale.bench_prompts]
         bench = BenchSettings(
-            self.scale.max_new_tokens, seed=self.settings.seed, max_seconds=60 * self.scale.bench_minutes
+            self.scale.max_new_tokens,
+            seed=self.settings.seed,
+            max_seconds=60 * self.scale.bench_minutes,
+            nodes=self._sizes(drafts),
         )
         results = bench_with_progress(self.target, drafts, prompts, bench)
         write_json(path, {"key": key, "results": results})
         return results
+
+    def _sizes(self, drafts: dict[str, Draft]) -> dict[str, int]:
+        """The size of each draft's trees that is fastest here, found on prompts of the training text."""
+        scale, chosen = self.scale, {}
+        if not scale.size_prompts:
+            return {}
+        prompts = self._prompts("train", scale.size_prompts)
+        jobs = [self._job(prompt, min(scale.size_tokens, scale.max_new_tokens)) for prompt in prompts]
+        for name, draft in drafts.items():
+            chosen[name], rates = fastest_nodes(draft, jobs)
+            found = ", ".join(f"{size} nodes {rate:.1f}" for size, rate in rates.items())
+            self._say(f"{name}: trees of {chosen[name]} nodes are fastest (tokens/s: {found})")
+        return chosen
 
     def _key(self, heads: dict[str, Path]) -> str:
         """Changes with the settings, the heads' weights, the dtype and the number of threads."""
@@ -332,10 +356,12 @@ class Demo:
 
     def _report(self, heads: dict[str, Path], check: list[dict[str, Any]], results: dict[str, Any]) -> dict[str, Any]:
         best = recommended(results)
-        text = self._side_by_side(best, heads)
+        nodes = {run["name"]: run["nodes"] for run in results["runs"]}
+        text = self._side_by_side(best, heads, nodes)
         self._verdict(check, results)
         results_table(results, self.console)
-        self._say(f"recommended on this machine: {best}")
+        size = f", with patch(model, ..., nodes={nodes[best]})" if nodes.get(best) else ""
+        self._say(f"recommended on this machine: {best}{size}")
         chart = plot_speed(results, self.settings.out / CHART)
         results = {
             **results,
@@ -352,13 +378,13 @@ class Demo:
         self._say("minutes: " + ", ".join(f"{name} {value:.1f}" for name, value in self.minutes.items()))
         return results
 
-    def _side_by_side(self, best: str, heads: dict[str, Path]) -> dict[str, Any]:
+    def _side_by_side(self, best: str, heads: dict[str, Path], nodes: dict[str, int | None]) -> dict[str, Any]:
         """One text by plain decoding, by transformers and by the patched model; shown once where all agree."""
         job = self._job(self._prompts()[0])
         drafts = resolve_drafts(self._drafts(heads), self.target)
         name = best if best in drafts else next(iter(drafts))
         texts = {PLAIN: run_plain(job).tokens, TRANSFORMERS: run_transformers(job).tokens}
-        patch(self.model, drafts[name])
+        patch(self.model, drafts[name], nodes=nodes.get(name))
         ids = torch.tensor([job.prompt], device=self.target.device)
         out = self.model.generate(ids, attention_mask=torch.ones_like(ids), **job.arguments)
         unpatch(self.model)
