@@ -72,15 +72,15 @@ class Scale:
     """
 
     minutes: float = 5.0
-    label_tokens: int = 200_000
+    label_tokens: int = 90_000
     write_tokens: int = 6_000
     held_out_tokens: int = 4_096
     evaluation_prompts: int = 2
-    check_prompts: int = 3
+    check_prompts: int = 2
     size_prompts: int = 2
     size_tokens: int = 40
     bench_prompts: int = 8
-    bench_minutes: float = 4.0
+    bench_minutes: float = 3.0
     prompt_tokens: int = 200
     max_new_tokens: int = 128
 
