@@ -172,11 +172,13 @@ class DraftHead(nn.Module, ABC):
 
     @classmethod
     def from_target(cls, config: HeadConfig, target: Target, generator: torch.Generator | None = None) -> DraftHead:
-        """A new head with fresh weights (float32, on the target's device)."""
-        head = cls(config, target)
-        head.to(device=target.device, dtype=torch.float32)
+        """A new head with fresh weights (float32, on the target's device).
+
+        Weights are drawn on the CPU, where `generator` lives, so a seed gives the same ones on every device.
+        """
+        head = cls(config, target).to(torch.float32)
         head.reset_parameters(generator)
-        return head
+        return head.to(target.device)
 
     @property
     @abstractmethod

@@ -387,3 +387,16 @@ def test_low_precision_and_large_features_stay_finite(row: Row, target: Target) 
     result = head.loss(large, torch.ones(2, 19, dtype=torch.bool))
     assert result.loss.dtype == torch.float32 and bool(torch.isfinite(result.loss))
     propose(head, head.begin(large)).check(verified.root, target.vocab_size)
+
+
+@each_trainable
+def test_fresh_weights_are_drawn_where_the_generator_lives(
+    row: Row, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generator of the CPU cannot fill weights on an accelerator (`meta` stands for one here)."""
+    cls, places = registry.method(row.kind), []
+    monkeypatch.setattr(Target, "device", torch.device("meta"))
+    monkeypatch.setattr(cls, "reset_parameters", lambda self, _: places.extend(p.device for p in self.parameters()))
+    head = cls.from_target(row.config(), target, torch.Generator())
+    assert {place.type for place in places} == {"cpu"}
+    assert {p.device.type for p in head.parameters()} == {"meta"}
