@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from selfspec.accept import TorchChance
 from selfspec.draft import Needs
@@ -33,13 +34,14 @@ def _decode(target: Target, request: Request, output: Output) -> Result:
     history = History(request.input_ids, room)
     cache = target.new_cache(len(counts), max(counts) + room)
     everyone = list(range(len(counts)))
-    nothing: list[list[int]] = [[] for _ in everyone]
-    with stats.timed("prefill"):
-        logits = target.prefill(tokens, counts, cache, Needs()).logits
+
+    def pick(logits: Tensor) -> list[int]:
+        scores = processors(history, everyone, [[] for _ in everyone], logits[:, -1])
+        return (chance.token(scores.softmax(-1)) if request.do_sample else scores.argmax(-1)).tolist()
+
+    with stats.timed("prefill"):  # with the first token, as in the engine: on an accelerator its value ends the pass
+        picked = pick(target.prefill(tokens, counts, cache, Needs()).logits)
     while True:
-        with stats.timed("accept"):
-            scores = processors(history, everyone, nothing, logits[:, -1])
-            picked = (chance.token(scores.softmax(-1)) if request.do_sample else scores.argmax(-1)).tolist()
         with stats.timed("emit"):
             for row in (r for r in everyone if not output.ended[r]):
                 _, ended = stopper.cut(history, row, [picked[row]])
@@ -54,3 +56,5 @@ def _decode(target: Target, request: Request, output: Output) -> Result:
             root = torch.tensor(picked, device=tokens.device)
             logits = target.verify(DraftTree.root_only(root), cache, Needs()).logits
             cache.commit([1] * len(picked))
+        with stats.timed("accept"):
+            picked = pick(logits)

@@ -15,6 +15,7 @@ import pytest
 import tiny
 import torch
 from rich.console import Console
+from transformers import LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 from selfspec.errors import ConfigError
 from selfspec.inference import bench as module
@@ -29,7 +30,10 @@ from selfspec.inference.bench import (
     resolve_drafts,
     rotated,
 )
+from selfspec.inference.engine import decode
+from selfspec.inference.plain import decode_plain
 from selfspec.inference.plots import plot_speed
+from selfspec.inference.request import Request
 from selfspec.inference.runs import prepare
 from selfspec.inference.tables import acceptance_table, results_table
 from selfspec.inference.verdict import NEAR_TIE, Difference, compare, first_difference, overall, resolution
@@ -149,6 +153,24 @@ def test_sampled_text_is_not_compared_and_repeats_with_its_seed(target: Target) 
         assert one["identical"] is None
         assert [row["tokens"] for row in one["per_prompt"]] == [row["tokens"] for row in other["per_prompt"]]
         assert one["rounds"] == other["rounds"]
+
+
+@pytest.mark.parametrize("name", ["plain", "lookup"])
+def test_the_first_token_belongs_to_the_prefill(target: Target, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """An accelerator works behind the caller's back until a token is read: a prefill without it would seem free."""
+    now = [0.0]
+
+    class Slow(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            now[0] += 1
+            return scores
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    stop = StoppingCriteriaList([MaxLengthCriteria(PROMPT + 1)])
+    request = Request(torch.tensor(prompts(1)), processors=LogitsProcessorList([Slow()]), stopping=stop)
+    draft = resolve_drafts(["lookup"], target)["lookup"]
+    result = decode_plain(target, request) if name == "plain" else decode(target, draft, request)
+    assert {stage: seconds for stage, seconds in result.stats.seconds.items() if seconds} == {"prefill": 1.0}
 
 
 def test_runs_rotate_from_prompt_to_prompt() -> None:
