@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from selfspec.inference.tables import title
+from selfspec.outputs import whole_file
 
 _log = logging.getLogger(__name__)
 _COLOURS = {"baseline": "#9aa5b1", "draft": "#2f6fab"}
@@ -31,7 +30,10 @@ def plot_speed(results: dict[str, Any], path: str | Path) -> Path | None:
     FigureCanvasAgg(figure)
     _draw(figure.add_subplot(), runs)
     figure.suptitle(_wrapped(title(results)), fontsize=10, x=0.01, ha="left")
-    return _save(figure, Path(path))
+    path = Path(path)
+    with whole_file(path) as work:
+        figure.savefig(work, format="png")
+    return path
 
 
 def _draw(axes: Any, runs: list[dict[str, Any]]) -> None:
@@ -72,16 +74,3 @@ def _wrapped(text: str) -> str:
     """The title on two lines."""
     parts = text.split(", ")
     return ", ".join(parts[:4]) + "\n" + ", ".join(parts[4:])
-
-
-def _save(figure: Any, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", suffix=".png", dir=path.parent)
-    os.close(handle)
-    try:
-        figure.savefig(name, format="png")
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    return path

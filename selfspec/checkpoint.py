@@ -7,7 +7,6 @@ import os
 import shutil
 import stat
 import tempfile
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from selfspec._version import __version__
 from selfspec.errors import CheckpointError, ConfigError
 from selfspec.fingerprint import fingerprint, matches
 from selfspec.head import DraftHead
+from selfspec.outputs import whole_file
 from selfspec.target import Target
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -29,12 +29,14 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder` to write into; its files replace those of `folder` when the block succeeds."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    """A new folder to write into; its files become those of `folder` when the block succeeds.
+
+    It lies inside `folder`, which may be a mount of its own: beside it there may be another disk, or no right to write.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder))
     try:
         yield draft
-        folder.mkdir(exist_ok=True)
         mode = _usual_mode(draft)
         for path in sorted(draft.iterdir(), key=lambda p: p.name == CONFIG):
             path.chmod(mode)
@@ -54,13 +56,8 @@ def _usual_mode(folder: Path) -> int:
 
 def write_json(path: Path, values: Any) -> None:
     """Write JSON under a temporary name, then rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    work = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
-    try:
+    with whole_file(path) as work:
         work.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        os.replace(work, path)
-    finally:
-        work.unlink(missing_ok=True)
 
 
 def save_head(head: DraftHead, folder: str | Path, dtype: torch.dtype | None = None) -> Path:

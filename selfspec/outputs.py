@@ -1,8 +1,12 @@
-"""Where results go: looked at before long work starts, not after it."""
+"""Where results go: looked at before long work starts, and written whole or not at all."""
 
 from __future__ import annotations
 
+import os
 import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from selfspec.errors import ConfigError
@@ -35,3 +39,15 @@ def check_file(path: str | Path) -> Path:
         raise ConfigError(f"{file} is a folder; give the name of a file to write")
     check_folder(file.parent)
     return file
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A temporary name beside `path` to write to; renamed to `path` when the block succeeds, removed otherwise."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    work = path.with_name(f".{uuid.uuid4().hex}-{path.name}")
+    try:
+        yield work
+        os.replace(work, path)
+    finally:
+        work.unlink(missing_ok=True)

@@ -221,6 +221,8 @@ def test_chart_is_a_png(target: Target, tmp_path: Path) -> None:
     path = plot_speed(results, tmp_path / "new" / "speed.png")
     assert path is not None
     assert path.read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "other").touch()
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
     assert [file.name for file in path.parent.iterdir()] == ["speed.png"]
 
 

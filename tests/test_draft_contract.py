@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from selfspec import registry
-from selfspec.checkpoint import CONFIG, WEIGHTS, load_head, save_head
+from selfspec.checkpoint import CONFIG, WEIGHTS, load_head, replacing, save_head
 from selfspec.draft import Budget, Draft, Sampling, Verified, chunk
 from selfspec.errors import CheckpointError, ConfigError
 from selfspec.head import DraftHead
@@ -400,3 +400,15 @@ def test_fresh_weights_are_drawn_where_the_generator_lives(
     head = cls.from_target(row.config(), target, torch.Generator())
     assert {place.type for place in places} == {"cpu"}
     assert {p.device.type for p in head.parameters()} == {"meta"}
+
+
+def test_files_are_written_inside_their_folder_and_whole_or_not_at_all(tmp_path: Path) -> None:
+    """A folder may be a mount: nothing can be renamed into it from beside it."""
+    folder = tmp_path / "heads"
+    with replacing(folder) as work:
+        (work / CONFIG).write_text("first")
+        assert [path.name for path in tmp_path.iterdir()] == ["heads"]
+    with pytest.raises(KeyboardInterrupt), replacing(folder) as work:
+        (work / CONFIG).write_text("second")
+        raise KeyboardInterrupt
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {CONFIG: "first"}
