@@ -39,9 +39,10 @@ class GradientGuard(TrainerCallback):
         self.trainer = trainer
 
     def on_pre_optimizer_step(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
-        """Look at all gradients of the step."""
+        """Look at all gradients of the step; DeepSpeed keeps them to itself and skips steps that overflow."""
         gradients = [p.grad for p in self.trainer.head.parameters() if p.grad is not None]
-        self.trainer.demand_finite(torch.stack([torch.isfinite(g).all() for g in gradients]).all(), "gradient")
+        if gradients:
+            self.trainer.demand_finite(torch.stack([torch.isfinite(g).all() for g in gradients]).all(), "gradient")
 
 
 class Stopping(TrainerCallback):

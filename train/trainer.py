@@ -118,6 +118,13 @@ class HeadTrainer(Trainer):
 
     # Optimisation
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; however it ends, signals go back to whoever had them."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.stopping.restore()
+
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LRScheduler:
         """The learning rate of `Progress`."""
         if self.lr_scheduler is None:
