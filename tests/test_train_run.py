@@ -19,10 +19,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer
 
 from selfspec import recipes, registry
 from selfspec.checkpoint import load_head
-from selfspec.errors import ConfigError, TrainingError
+from selfspec.errors import ConfigError, DataError, TrainingError
 from selfspec.head import DraftHead
 from selfspec.target import Target
+from selfspec.train import run
 from selfspec.train.__main__ import main
+from selfspec.train.callbacks import GradientGuard
 from selfspec.train.data import collate, to_verified
 from selfspec.train.evaluate import evaluate
 from selfspec.train.recipe import Optimisation, Recipe, load_recipe, make_recipe
@@ -183,8 +185,10 @@ def test_a_loss_that_is_no_number_stops(tmp_path: Path) -> None:
         return result if len(calls) < 7 else not_a_number(result)
 
     head.loss = breaks  # type: ignore[method-assign]
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(TrainingError, match="loss is not finite at step 7"):
         trainer_of(head, Rows(tiny.text(40, 24)), tmp_path).train()
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     found = newest_checkpoint(tmp_path)
     assert found is not None and found.name == "checkpoint-6"
     assert all(
@@ -204,6 +208,12 @@ def test_a_gradient_that_is_no_number_stops(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="gradient is not finite at step 1"):
         trainer_of(head, Rows(tiny.text(4, 24)), tmp_path).train()
     assert all(torch.isfinite(p).all() for p in head.parameters())
+
+
+def test_gradients_out_of_sight_are_not_judged(tmp_path: Path) -> None:
+    """DeepSpeed leaves no gradients on the parameters."""
+    trainer = trainer_of(new_head(METHODS[0], tiny.selfspec_target("llama")), Rows(tiny.text(4, 24)), tmp_path)
+    GradientGuard(trainer).on_pre_optimizer_step(trainer.args, trainer.state, trainer.control)
 
 
 def test_held_out_numbers_do_not_depend_on_batches(tmp_path: Path) -> None:
@@ -267,6 +277,13 @@ def test_recipe_errors_name_the_key(tmp_path: Path) -> None:
         "data=[]": ["no data"],
         "data.0.weight=0": ["weight"],
         "data.0.mode=read": ["'read'"],
+        "evaluation.max_new_tokens=0": ["evaluation.max_new_tokens", "at least 1"],
+        "evaluation.prompt_tokens=0": ["evaluation.prompt_tokens", "at least 1"],
+        "evaluation.prompts=-1": ["evaluation.prompts", "at least 0"],
+        "optimisation.max_steps=0": ["optimisation.max_steps", "at least 1"],
+        "vocabulary.size=-1": ["vocabulary.size", "at least 0"],
+        "log_every=0": ["log_every is 0"],
+        "save_every=0": ["save_every is 0"],
         "lr": ["key=value"],
     }.items():
         with pytest.raises(ConfigError) as error:
@@ -438,3 +455,15 @@ def test_output_that_cannot_be_written(cyclic: PreTrainedModel, cyclic_text: str
     recipe = cyclic_recipe(METHODS[0], cyclic_text, tmp_path / "file" / "out")
     with pytest.raises(ConfigError, match="nothing can be written"):
         train(recipe, cyclic, tokenizer(), progress=False)
+
+
+def test_prompts_for_the_evaluation_are_found_before_training(
+    cyclic: PreTrainedModel, cyclic_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*args: Any) -> Any:
+        raise DataError("found fewer")
+
+    monkeypatch.setattr(run, "held_out_prompts", none)
+    monkeypatch.setattr(run, "_fit", lambda *args: pytest.fail("hours of training"))
+    with pytest.raises(DataError, match="found fewer"):
+        train(cyclic_recipe(METHODS[0], cyclic_text, tmp_path / "out"), cyclic, tokenizer(), progress=False)

@@ -21,6 +21,15 @@ from selfspec.train.settings import DistillConfig
 
 SCHEDULES = ("cosine", "linear", "constant")
 PRECISIONS = ("auto", "float32", "bfloat16")
+_LOWEST = [
+    ("", "log_every", 1),
+    ("", "save_every", 1),
+    ("vocabulary", "size", 0),
+    *(("optimisation", name, 0) for name in ("lr", "micro_tokens", "warmup", "min_lr", "epochs", "max_minutes")),
+    *(("optimisation", name, 1) for name in ("batch_tokens", "max_steps")),
+    *(("evaluation", name, 0) for name in ("every", "tokens", "prompts")),
+    *(("evaluation", name, 1) for name in ("prompt_tokens", "max_new_tokens")),
+]
 
 
 @dataclass(kw_only=True)
@@ -155,9 +164,10 @@ class Recipe:
             raise ConfigError("training has no end; set optimisation.epochs, .max_steps or .max_minutes")
         if not self.data:
             raise ConfigError("the recipe has no data; list at least one source")
-        for name, low in (("lr", 0), ("batch_tokens", 1), ("micro_tokens", 0), ("warmup", 0), ("min_lr", 0)):
-            if getattr(optimisation, name) < low:
-                raise ConfigError(f"optimisation.{name} is {getattr(optimisation, name)}, wanted at least {low}")
+        for section, name, low in _LOWEST:
+            value = getattr(getattr(self, section) if section else self, name)
+            if value is not None and value < low:
+                raise ConfigError(f"{section}{'.' if section else ''}{name} is {value}, wanted at least {low}")
 
     def head_config(self) -> HeadConfig:
         """The draft method's own configuration.

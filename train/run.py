@@ -112,14 +112,15 @@ def _train(
     head = _new_head(recipe, target)
     data = make_data(recipe, target, tokenizer, head, progress and main)
     head.output.set_vocab(draft_vocabulary(recipe, data, target, tokenizer))
+    prompts = held_out_prompts(recipe, tokenizer) if main and recipe.evaluation.prompts else []
     minutes["data"] = _minutes_since(began)
     trainer = _fit(recipe, head, data, progress)
     minutes["train"] = trainer.progress.seconds / 60
     began = time.monotonic()
     results: dict[str, Any] = trainer.measure()
     if main:
-        if recipe.evaluation.prompts:
-            prompts, new_tokens = held_out_prompts(recipe, tokenizer), recipe.evaluation.max_new_tokens
+        if prompts:
+            new_tokens = recipe.evaluation.max_new_tokens
             results["decoding"] = evaluate(target, tokenizer, head, prompts, new_tokens, progress)
         minutes["evaluate"] = _minutes_since(began)
         _finish(recipe, head, data, trainer, minutes, results)
