@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,89 +42,14 @@ from selfspec.outputs import check_folder
 from selfspec.prompting import Prompt
 from selfspec.target import Target
 from selfspec.train.corpus import stdlib_snippets
+from selfspec.train.demo_settings import DemoSettings
 from selfspec.train.recipe import Recipe, Source, load_recipe
-from selfspec.train.resume import RESULT, RUN
+from selfspec.train.resume import RESULT, holds_other_run
 from selfspec.train.run import make_data, train
 
 PREFIX = "demo-"
 RESULTS, CHART = "results.json", "speed.png"
 _MEASURED = "bench.json"
-_FREE = ("output", "data_folder", "restart", "log_every", "save_every")  # settings a continuation may change
-
-
-@dataclass(frozen=True)
-class Scale:
-    """How much of everything.
-
-    Args:
-        minutes: of training, shared by the heads; a recipe that asks for less gets less.
-        label_tokens: the most tokens that the target reads, per source.
-        write_tokens: tokens that the target writes, prompts included.
-        held_out_tokens: for the loss on held-out text.
-        evaluation_prompts: decoded at the end of each training.
-        check_prompts: decoded through the patched `generate` and compared with plain decoding.
-        size_prompts: of the training text, on which the size of each draft's trees is chosen; 0 keeps their own sizes.
-        size_tokens: written per prompt and size.
-        bench_prompts: on which speeds are compared.
-        bench_minutes: compare on fewer prompts (three at least) where that takes longer.
-        prompt_tokens: the most tokens of a prompt.
-        max_new_tokens: per prompt.
-    """
-
-    minutes: float = 5.0
-    label_tokens: int = 90_000
-    write_tokens: int = 6_000
-    held_out_tokens: int = 4_096
-    evaluation_prompts: int = 2
-    check_prompts: int = 2
-    size_prompts: int = 2
-    size_tokens: int = 40
-    bench_prompts: int = 8
-    bench_minutes: float = 3.0
-    prompt_tokens: int = 200
-    max_new_tokens: int = 128
-
-
-FULL = Scale()
-SMALL = Scale(
-    minutes=0.5,
-    label_tokens=4_000,
-    write_tokens=400,
-    held_out_tokens=512,
-    evaluation_prompts=1,
-    check_prompts=1,
-    size_prompts=1,
-    size_tokens=12,
-    bench_prompts=2,
-    bench_minutes=0.5,
-    prompt_tokens=80,
-    max_new_tokens=24,
-)
-
-
-@dataclass(frozen=True)
-class DemoSettings:
-    """What to run.
-
-    Args:
-        target: folder, Hub id, or `demo`.
-        out: folder of everything that is made.
-        drafts: methods to train; empty is all that have a recipe.
-        scale: how much of everything.
-        seed: of everything drawn.
-        dtype: of the target, see `load_target`.
-        device: of the target.
-        restart: use nothing that an earlier run left.
-    """
-
-    target: str = "demo"
-    out: Path = Path("demo-output")
-    drafts: tuple[str, ...] = ()
-    scale: Scale = field(default_factory=Scale)
-    seed: int = 0
-    dtype: str = "auto"
-    device: str = "cpu"
-    restart: bool = False
 
 
 def demo_recipes() -> dict[str, str]:
@@ -178,12 +103,13 @@ class Demo:
                 self._distil(plans.values())
             with self._stage(3, "training"):
                 heads = {kind: self._train(kind, recipe) for kind, recipe in plans.items()}
+            drafts = resolve_drafts([*untrained_kinds(), *map(str, heads.values())], self.target)
             with self._stage(4, "is the text the same?"):
-                check = self._check(heads)
+                check = self._check(drafts)
             with self._stage(5, "speed"):
-                results = self._bench(heads)
+                results = self._bench(drafts, heads)
             with self._stage(6, "result"):
-                return self._report(heads, check, results)
+                return self._report(drafts, heads, check, results)
         finally:
             unpatch(self.model)
             self.target.release()
@@ -254,7 +180,7 @@ class Demo:
 
     def _train(self, kind: str, recipe: Recipe) -> Path:
         folder = Path(recipe.output)
-        recipe.restart = self.settings.restart or _other_run(folder, recipe)
+        recipe.restart = self.settings.restart or holds_other_run(folder, recipe.to_dict())
         if (folder / RESULT).is_file() and not recipe.restart:
             self._say(f"{kind}: {folder} is there already")
         else:
@@ -279,21 +205,14 @@ class Demo:
         snippets = stdlib_snippets(split, wanted, self.settings.seed, self.tokenizer, low, scale.prompt_tokens)
         return [Prompt(snippet.text).encode(self.tokenizer) for snippet in snippets]
 
-    def _drafts(self, heads: dict[str, Path]) -> list[str]:
-        return [*untrained_kinds(), *(str(folder) for folder in heads.values())]
-
-    def _check(self, heads: dict[str, Path]) -> list[dict[str, Any]]:
+    def _check(self, drafts: dict[str, Draft]) -> list[dict[str, Any]]:
         """Greedy text of the patched `generate` against plain decoding."""
         found = []
         for index, prompt in enumerate(self._prompts()[self.scale.bench_prompts :]):
             job = self._job(prompt)
             plain = run_plain(job).tokens
-            for name, draft in resolve_drafts(self._drafts(heads), self.target).items():
-                patch(self.model, draft)
-                ids = torch.tensor([prompt], device=self.target.device)
-                out = self.model.generate(ids, attention_mask=torch.ones_like(ids), **job.arguments)
-                unpatch(self.model)
-                difference = self._compare(job, plain, out[0, len(prompt) :].tolist())
+            for name, draft in drafts.items():
+                difference = self._compare(job, plain, self._patched(job, draft))
                 verdict = overall([difference])
                 self._say(f"prompt {index}, {name}: {len(plain)} tokens, same text: {identical_text(verdict)}")
                 found.append(_entry(name, index, difference))
@@ -305,19 +224,27 @@ class Demo:
         arguments = BenchSettings().generate_arguments(max_new_tokens or self.scale.max_new_tokens)
         return Job(self.target, prompt, prepare(self.target, prompt, arguments), arguments, self.settings.seed)
 
+    def _patched(self, job: Job, draft: Draft, nodes: int | None = None) -> list[int]:
+        """New tokens by the patched `generate`."""
+        patch(self.model, draft, nodes=nodes)
+        ids = torch.tensor([job.prompt], device=self.target.device)
+        out = self.model.generate(ids, attention_mask=torch.ones_like(ids), **job.arguments)
+        unpatch(self.model)
+        written: list[int] = out[0, len(job.prompt) :].tolist()
+        return written
+
     def _compare(self, job: Job, plain: list[int], other: list[int]) -> Difference | None:
         return compare(self.target, job.prompt, plain, other, job.request.processors)
 
     # 5
 
-    def _bench(self, heads: dict[str, Path]) -> dict[str, Any]:
+    def _bench(self, drafts: dict[str, Draft], heads: dict[str, Path]) -> dict[str, Any]:
         path, key = self.settings.out / _MEASURED, self._key(heads)
         if path.is_file() and not self.settings.restart:
             saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             if saved.get("key") == key:
                 self._say(f"{path} holds the measurement of these heads; --restart measures again")
                 return dict(saved["results"])
-        drafts = resolve_drafts(self._drafts(heads), self.target)
         prompts = self._prompts()[: self.scale.bench_prompts]
         bench = BenchSettings(
             self.scale.max_new_tokens,
@@ -354,10 +281,12 @@ class Demo:
 
     # 6
 
-    def _report(self, heads: dict[str, Path], check: list[dict[str, Any]], results: dict[str, Any]) -> dict[str, Any]:
+    def _report(
+        self, drafts: dict[str, Draft], heads: dict[str, Path], check: list[dict[str, Any]], results: dict[str, Any]
+    ) -> dict[str, Any]:
         best = recommended(results)
         nodes = {run["name"]: run["nodes"] for run in results["runs"]}
-        text = self._side_by_side(best, heads, nodes)
+        text = self._side_by_side(best, drafts, nodes)
         self._verdict(check, results)
         results_table(results, self.console)
         size = f", with patch(model, ..., nodes={nodes[best]})" if nodes.get(best) else ""
@@ -378,17 +307,12 @@ class Demo:
         self._say("minutes: " + ", ".join(f"{name} {value:.1f}" for name, value in self.minutes.items()))
         return results
 
-    def _side_by_side(self, best: str, heads: dict[str, Path], nodes: dict[str, int | None]) -> dict[str, Any]:
+    def _side_by_side(self, best: str, drafts: dict[str, Draft], nodes: dict[str, int | None]) -> dict[str, Any]:
         """One text by plain decoding, by transformers and by the patched model; shown once where all agree."""
         job = self._job(self._prompts()[0])
-        drafts = resolve_drafts(self._drafts(heads), self.target)
         name = best if best in drafts else next(iter(drafts))
         texts = {PLAIN: run_plain(job).tokens, TRANSFORMERS: run_transformers(job).tokens}
-        patch(self.model, drafts[name], nodes=nodes.get(name))
-        ids = torch.tensor([job.prompt], device=self.target.device)
-        out = self.model.generate(ids, attention_mask=torch.ones_like(ids), **job.arguments)
-        unpatch(self.model)
-        texts[f"patched with {name}"] = out[0, len(job.prompt) :].tolist()
+        texts[f"patched with {name}"] = self._patched(job, drafts[name], nodes.get(name))
         differences = {way: self._compare(job, texts[PLAIN], tokens) for way, tokens in texts.items()}
         self._say("prompt:\n" + _indented(self.tokenizer.decode(job.prompt, skip_special_tokens=True)))
         if all(difference is None for difference in differences.values()):
@@ -423,15 +347,6 @@ class Demo:
             )
         else:
             self._say(f"exact: all {texts} texts equal plain decoding, token by token")
-
-
-def _other_run(folder: Path, recipe: Recipe) -> bool:
-    """Whether the folder holds heads of the demo at other settings, which are then trained anew."""
-    if not (folder / RUN).is_file():
-        return False
-    found = json.loads((folder / RUN).read_text(encoding="utf-8"))
-    mine = json.loads(json.dumps(recipe.to_dict()))
-    return any(found.get(name) != value for name, value in mine.items() if name not in _FREE)
 
 
 def _entry(name: str, index: int, difference: Difference | None) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def open_output(folder: Path, settings: Mapping[str, Any], restart: bool) -> boo
     Raises:
         ConfigError: the folder holds a run with other settings; the message lists the differences.
     """
-    mine = json.loads(json.dumps({k: v for k, v in settings.items() if k not in _FREE}))
+    mine = _fixed(settings)
     if restart:
         for name in (RUN, RESULT):
             (folder / name).unlink(missing_ok=True)
@@ -44,6 +44,21 @@ def open_output(folder: Path, settings: Mapping[str, Any], restart: bool) -> boo
     else:
         write_json(folder / RUN, mine)
     return (folder / RESULT).is_file()
+
+
+def holds_other_run(folder: Path, settings: Mapping[str, Any]) -> bool:
+    """Whether a folder holds a run with other values of these settings."""
+    if not (folder / RUN).is_file():
+        return False
+    found = json.loads((folder / RUN).read_text(encoding="utf-8"))
+    mine = _fixed(settings)
+    return any(found.get(name) != value for name, value in mine.items())
+
+
+def _fixed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that may not change, as JSON gives them back."""
+    fixed: dict[str, Any] = json.loads(json.dumps({k: v for k, v in settings.items() if k not in _FREE}))
+    return fixed
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

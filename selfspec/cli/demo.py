@@ -39,7 +39,8 @@ def demo(
         check_file(json)
     opt.quiet(threads)
     opt.quiet_datasets()
-    from selfspec.train.demo import FULL, SMALL, DemoSettings, run_demo
+    from selfspec.train.demo import run_demo
+    from selfspec.train.demo_settings import FULL, SMALL, DemoSettings
     from selfspec.train.run import Interrupted
 
     scale = SMALL if small else FULL
