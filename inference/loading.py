@@ -44,7 +44,7 @@ def load(
     config = read_config(folder)
     source = base or config.get("base_model")
     if not source:
-        raise CheckpointError(f"{folder} names no base model; give it: load({str(heads)!r}, base=...)")
+        raise CheckpointError(f"{folder} names no base model; give one (base=..., or --target)")
     base_revision = None if base else config.get("base_revision")
     model, tokenizer = load_target(source, dtype=dtype, device=device, revision=base_revision, **kwargs)
     return patch(model, folder, nodes=nodes), tokenizer

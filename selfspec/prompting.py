@@ -55,7 +55,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
         DataError: the file is missing, empty or not of this form; the message names the line.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028 inside strings
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"the prompts {str(path)!r} cannot be read: {error}") from error
     prompts: list[Prompt] = []

@@ -20,6 +20,7 @@ from transformers.utils import logging
 from selfspec import cli, registry
 from selfspec.checkpoint import CONFIG, WEIGHTS, save_head
 from selfspec.models import load_target
+from selfspec.prompting import read_prompts
 from selfspec.target import Target
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -152,6 +153,31 @@ def test_generate_passes_further_arguments_on(run: Run, model: Path) -> None:
     status, out, _ = run("generate", "abc", "num_beams=2", "--target", model, "--max-new-tokens", 4)
     assert status == 0
     assert out.strip()
+
+
+def test_generate_takes_stop_strings(run: Run, model: Path) -> None:
+    options = ("--target", model, "--max-new-tokens", 8, "--dtype", "float32")
+    _, whole, _ = run("generate", "abc", *options)
+    stop = next(letter for letter in whole[1:] if letter.isascii() and letter.isalnum())
+    for more in ((), ("--draft", "lookup")):
+        status, out, err = run("generate", "abc", f"stop_strings=['{stop}']", *options, *more)
+        assert status == 0, err
+        assert out.rstrip("\n") == whole[: whole.index(stop) + 1]
+
+
+def test_generate_loads_the_base_model_that_heads_name(run: Run, heads: Path, copy: Path) -> None:
+    status, out, _ = run("generate", "abc", "--draft", heads, "--max-new-tokens", 4, "--dtype", "float32")
+    assert status == 0
+    assert out.strip()
+    values = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**values, "base_model": ""}))
+    refused(run("generate", "abc", "--draft", copy), "names no base model", "--target")
+
+
+def test_prompts_may_hold_line_separators_of_unicode(tmp_path: Path) -> None:
+    text = "one\u2028two\x85three"
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": text}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert [prompt.text for prompt in read_prompts(tmp_path / "p.jsonl")] == [text]
 
 
 def test_info_shows_kind_base_vocabulary_and_parameters(run: Run, heads: Path, tmp_path: Path) -> None:

@@ -56,11 +56,10 @@ def _model(target: str | None, draft: str | None, dtype: str, device: str | None
     if target is None:
         if draft is None:
             raise ConfigError("nothing to run: give --target, or --draft with heads that name their base model")
-        from selfspec.checkpoint import heads_folder, read_config
+        from selfspec.inference.loading import load
 
-        target = read_config(heads_folder(draft)).get("base_model")
-        if not target:
-            raise ConfigError(f"{draft} names no base model; give --target")
+        opt.quiet(threads)
+        return load(draft, dtype=dtype, device=opt.pick_device(device))
     model, tokenizer = opt.load(target, dtype, device, threads)
     if draft is not None:
         from selfspec.inference.patch import patch
@@ -82,6 +81,8 @@ def _stream(model: Any, tokenizer: Any, text: str, arguments: dict[str, Any], se
         raise ConfigError(f"the prompt has {ids.shape[1]} tokens, the model is made for {limit}; shorten the prompt")
     streams = arguments.get("num_beams", 1) == 1
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if streams else None
+    if "stop_strings" in arguments:
+        arguments = {**arguments, "tokenizer": tokenizer}
     torch.manual_seed(seed)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer, **arguments)
     written = str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
