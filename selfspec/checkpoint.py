@@ -70,7 +70,9 @@ def save_head(head: DraftHead, folder: str | Path, dtype: torch.dtype | None = N
     """
     config = head.config
     config.base_fingerprint = config.base_fingerprint or fingerprint(head.target)
-    config.base_model = config.base_model or str(head.target.model.config._name_or_path)
+    if not config.base_model:
+        base = head.target.model.config
+        config.base_model, config.base_revision = str(base._name_or_path), getattr(base, "_commit_hash", None)
     tensors = head.owned_state()
     if dtype is not None:
         tensors = {k: v.to(dtype) if v.is_floating_point() else v for k, v in tensors.items()}
@@ -87,7 +89,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{folder} holds no {CONFIG}; give a folder written by `selfspec train`")
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); restore it from a backup or train again") from error
     if not isinstance(values, dict) or not isinstance(values.get("kind"), str):
@@ -121,6 +123,8 @@ def load_head(
     values = read_config(folder)
     try:
         cls = registry.method(values["kind"])
+        if not issubclass(cls, DraftHead):
+            raise ConfigError(f"{values['kind']!r} has no weights; use it by its name")
         config = cls.config_class.from_dict(values)
     except (ConfigError, TypeError) as error:
         raise CheckpointError(f"{folder / CONFIG}: {error}") from error

@@ -62,15 +62,15 @@ class HeadConfig:
         Raises:
             ConfigError: a key this method does not know, or a newer format.
         """
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ConfigError(f"unknown keys {unknown} in the head's config; known: {sorted(known)}")
         if values.get("format_version", FORMAT_VERSION) > FORMAT_VERSION:
             raise ConfigError(
                 f"the head has format version {values['format_version']}, this selfspec reads up to {FORMAT_VERSION}; "
                 "upgrade selfspec"
             )
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ConfigError(f"unknown keys {unknown} in the head's config; known: {sorted(known)}")
         return cls(**values)
 
 

@@ -308,6 +308,21 @@ def test_unknown_config_keys_are_refused_by_name(row: Row, target: Target, tmp_p
     (folder / CONFIG).write_text(json.dumps({**values, "stranger": 1}))
     with pytest.raises(CheckpointError, match="stranger"):
         load_head(folder, target)
+    (folder / CONFIG).write_text(json.dumps({**values, "stranger": 1, "format_version": 99}))
+    with pytest.raises(CheckpointError, match="upgrade selfspec"):
+        load_head(folder, target)
+    (folder / CONFIG).write_text(json.dumps({"kind": "lookup"}))
+    with pytest.raises(CheckpointError, match="no weights"):
+        load_head(folder, target)
+
+
+@each_trainable
+def test_saved_heads_name_the_commit_of_their_base_model(
+    row: Row, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target.model.config, "_commit_hash", "abc123", raising=False)
+    values = json.loads((save_head(make(row, target), tmp_path / "head") / CONFIG).read_text())
+    assert values["base_revision"] == "abc123"
 
 
 @each_trainable
