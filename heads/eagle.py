@@ -324,7 +324,9 @@ def _fill_from_target(config: EagleConfig, target: Target) -> None:
     config.head_dim = config.head_dim or (
         getattr(base, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
-    config.intermediate_size = config.intermediate_size or base.intermediate_size
+    config.intermediate_size = config.intermediate_size or (
+        getattr(base, "intermediate_size", None) or 4 * config.hidden_size
+    )
 
 
 def _check(config: EagleConfig) -> None:

@@ -90,7 +90,9 @@ class Generation:
     def _verified_prompt(self, out: TargetOutput, first: Sequence[int]) -> Verified:
         counts = torch.tensor(self.counts, device=self.tokens.device)
         following = self.tokens.roll(-1, dims=1)
-        following[torch.arange(len(first)), counts - 1] = torch.tensor(first, device=self.tokens.device)
+        following[torch.arange(len(first), device=counts.device), counts - 1] = torch.tensor(
+            first, device=self.tokens.device
+        )
         return Verified(self.tokens, following, counts, out.hidden, out.layers)
 
     def round(self) -> None:
@@ -129,7 +131,7 @@ class Generation:
         return deepest
 
     def _accept(self, tree: DraftTree, logits: Tensor) -> Accepted:
-        scores = TreeScores(logits, tree.tokens.tolist(), self.history, self.processors)
+        scores = TreeScores(logits, tree.token_lists, self.history, self.processors)
         accepted = accept(tree, scores, self.request.do_sample, self.chance)
         self.output.remember(self.rows, accepted, logits, scores)
         return accepted

@@ -110,6 +110,8 @@ def resolve_draft(
             f"this {draft.kind} head was built on another model object; build it on this one, or save it and give its "
             "folder"
         )
+    if isinstance(draft, type):
+        raise ConfigError(f"{draft.__name__} is a class, wanted a draft made from it")
     if isinstance(draft, Draft):
         return draft
     if not isinstance(draft, (str, Path)):

@@ -77,7 +77,7 @@ class Children:
     """Children of each node, per row, on the host."""
 
     def __init__(self, tree: DraftTree) -> None:
-        self.tokens: list[list[int]] = tree.tokens.tolist()
+        self.tokens = tree.token_lists
         parents = tree.parents.expand_as(tree.tokens).tolist()
         real = None if tree.shape.real is None else tree.real().tolist()
         self._of: list[dict[int, list[int]]] = []

@@ -84,6 +84,8 @@ class Target:
             raise UnsupportedModel(f"{name} is an encoder-decoder; only decoder-only models are supported")
         if not self.model.can_generate():
             raise UnsupportedModel(f"{name} has no language-model head; load it with AutoModelForCausalLM")
+        if hf.decoder_of(self.model) is self.model:
+            raise UnsupportedModel(f"{name} keeps no decoder apart from its head, so its hidden states cannot be read")
         if config.model_type in _ADDS_BIAS_FROM_A_2D_MASK or getattr(config, "alibi", False):
             raise UnsupportedModel(f"{name} derives ALiBi from a 2-D mask, which a tree of guesses does not have")
         if "local" in (getattr(config, "attention_layers", None) or ()):
@@ -244,7 +246,9 @@ class Target:
         if head is None:
             return self._forward(tree.tokens, cache, mask, positions, 0, needs)
         with self._tap(needs) as tap:
-            hidden = self._last_hidden(tree.tokens, attention_mask=mask, position_ids=positions, cache=cache)
+            hidden = self._last_hidden(
+                tree.tokens, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True
+            )
         layers = tuple(tap.layers[k] for k in needs.layers)
         return TargetOutput(self.finish_logits(head(hidden)), hidden if needs.hidden else None, layers)
 
@@ -283,9 +287,10 @@ class Target:
             needs: which hidden states to return.
         """
         with self._tap(needs) as tap, torch.no_grad():
-            output = hf.decoder_of(self.model)(input_ids=tokens, attention_mask=attention_mask, use_cache=False)
-        hidden = output.last_hidden_state if needs.hidden else None
-        return TargetOutput(tokens.new_empty(0), hidden, tuple(tap.layers[k] for k in needs.layers))
+            hidden = self._last_hidden(tokens, attention_mask=attention_mask, use_cache=False)
+        return TargetOutput(
+            tokens.new_empty(0), hidden if needs.hidden else None, tuple(tap.layers[k] for k in needs.layers)
+        )
 
     def _forward(
         self,

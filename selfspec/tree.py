@@ -132,6 +132,12 @@ class DraftTree:
         """`[R, N]` int64."""
         return self.shape.parents
 
+    @cached_property
+    def token_lists(self) -> list[list[int]]:
+        """The tokens on the host, fetched once."""
+        tokens: list[list[int]] = self.tokens.tolist()
+        return tokens
+
     def real(self) -> Tensor:
         """`[B, N]` bool."""
         if self.shape.real is None:

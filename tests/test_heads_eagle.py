@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from selfspec.draft import Budget, Sampling, Verified, chunk
 from selfspec.errors import ConfigError
@@ -248,3 +249,11 @@ def test_a_fresh_head_guesses_that_the_next_feature_is_like_this_one(name: str) 
     assert float(torch.cosine_similarity(guess, verified.hidden, -1).mean()) > 0.7
     ratio = guess.pow(2).mean((0, 1)).sqrt() / verified.hidden.pow(2).mean((0, 1)).sqrt()
     assert float(ratio.min()) > 0.5 and float(ratio.max()) < 2
+
+
+def test_targets_whose_config_names_no_mlp_size() -> None:
+    config = GPT2Config(vocab_size=tiny.VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    with torch.random.fork_rng():
+        target = Target(GPT2LMHeadModel(config).eval())
+    head = Eagle.from_target(EagleConfig(), target)
+    assert head.config.intermediate_size == 128

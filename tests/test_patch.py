@@ -1052,6 +1052,19 @@ def test_unpatch_leaves_the_model_as_it_was(kind: str, prompt: Tensor) -> None:
     assert _marks(own) == before
 
 
+def test_a_model_without_a_decoder_of_its_own_is_refused() -> None:
+    """transformers then calls the whole model its base: its logits would be taken for hidden states."""
+    whole = tiny.model("llama")
+    whole.base_model_prefix = "nothing"
+    with pytest.raises(UnsupportedModel, match="no decoder apart"):
+        selfspec.patch(whole, "lookup")
+
+
+def test_a_class_is_no_draft(model: PreTrainedModel) -> None:
+    with pytest.raises(ConfigError, match="Scripted is a class"):
+        selfspec.patch(model, oracle.Scripted)  # type: ignore[arg-type]
+
+
 def test_patching_twice_replaces_the_draft(model: PreTrainedModel, prompt: Tensor, reference: list[int]) -> None:
     before = _marks(model)
     selfspec.patch(model, "lookup")
