@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -412,6 +413,23 @@ def test_runs_are_reused_or_refused(cyclic: PreTrainedModel, cyclic_text: str, t
     assert weights.stat().st_mtime_ns != written
 
 
+def test_text_of_another_dtype_does_not_stand_in_the_way(
+    cyclic: PreTrainedModel, cyclic_text: str, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    for dtype in (torch.float32, torch.bfloat16):
+        options: dict[str, Any] = {"optimisation": {"max_steps": 1}, "evaluation": {"prompts": 0, "tokens": 300}}
+        recipe = cyclic_recipe(METHODS[0], cyclic_text, tmp_path / str(dtype), data_folder=str(data), **options)
+        train(recipe, copy.deepcopy(cyclic).to(dtype), tokenizer(), progress=False)
+    assert len(list(data.iterdir())) == 4
+
+
+def test_evaluation_leaves_no_hooks(cyclic: PreTrainedModel) -> None:
+    hooks = len(cyclic.base_model._forward_hooks)
+    evaluate(cyclic, tokenizer(), registry.method("lookup")(), [[2, 3, 4]], 4)
+    assert len(cyclic.base_model._forward_hooks) == hooks
+
+
 def test_interrupted_runs_go_on(
     cyclic: PreTrainedModel, cyclic_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -467,3 +485,14 @@ def test_prompts_for_the_evaluation_are_found_before_training(
     monkeypatch.setattr(run, "_fit", lambda *args: pytest.fail("hours of training"))
     with pytest.raises(DataError, match="found fewer"):
         train(cyclic_recipe(METHODS[0], cyclic_text, tmp_path / "out"), cyclic, tokenizer(), progress=False)
+
+
+def test_training_stays_on_the_device_of_a_given_model(
+    cyclic: PreTrainedModel, cyclic_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(run, "processes", lambda device: asked.append(device) or processes("cpu"))
+    monkeypatch.setattr(Target, "device", torch.device("cuda:1"))
+    with pytest.raises(ConfigError, match=r"cuda:1, training would run on cuda:0.*CUDA_VISIBLE_DEVICES"):
+        train(cyclic_recipe(METHODS[0], cyclic_text, tmp_path / "out"), cyclic, tokenizer(), progress=False)
+    assert asked == ["cpu"]

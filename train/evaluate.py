@@ -47,13 +47,18 @@ def evaluate(
         `accepted_per_round` (without it), and `accepted_by_depth` (entry d: the share of rounds in which the draft was
         right at depth d + 1).
     """
-    target = model if isinstance(model, Target) else Target(model)
+    if not isinstance(model, Target):
+        target = Target(model)
+        try:
+            return evaluate(target, tokenizer, draft, prompts, max_new_tokens, progress)
+        finally:
+            target.release()
     total = Stats()
     for prompt in tqdm(prompts, desc="evaluate", unit="prompt", disable=not progress):
         ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
         limit = MaxLengthCriteria(max_length=len(ids) + max_new_tokens)
-        request = Request(torch.tensor([ids], device=target.device), stopping=StoppingCriteriaList([limit]))
-        total.add(decode(target, draft, request).stats)
+        request = Request(torch.tensor([ids], device=model.device), stopping=StoppingCriteriaList([limit]))
+        total.add(decode(model, draft, request).stats)
     return {
         "prompts": len(prompts),
         "new_tokens": total.new_tokens,

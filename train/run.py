@@ -23,14 +23,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec import registry
 from selfspec.checkpoint import save_head, write_json
-from selfspec.errors import TrainingError
+from selfspec.errors import ConfigError, TrainingError
 from selfspec.fingerprint import fingerprint
 from selfspec.head import DraftHead
 from selfspec.models import load_target
 from selfspec.outputs import check_folder
 from selfspec.target import Target
 from selfspec.train.data import TrainingRows
-from selfspec.train.distill import distill, end_tokens
+from selfspec.train.distill import distill, end_tokens, tokenizer_hash
 from selfspec.train.evaluate import evaluate, held_out_prompts
 from selfspec.train.recipe import Recipe, Source
 from selfspec.train.resume import CHECKPOINTS, RESULT, newest_checkpoint, open_output
@@ -72,13 +72,13 @@ def train(
         The folder of the trained head, `recipe.output`, with `training.json` beside the weights.
 
     Raises:
-        ConfigError: impossible settings, or the folder holds a run with others.
+        ConfigError: impossible settings, a device that Trainer would not use, or the folder holds a run with others.
         DataError: bad or no input.
         TrainingError: a loss that is not finite, or processes that do not see each other.
         Interrupted: Ctrl-C or SIGTERM; a checkpoint was saved.
     """
     recipe.check()
-    state = processes(recipe.device)
+    state = processes(recipe.device if model is None else str(model.device))
     check_folder(recipe.output)
     torch.manual_seed(recipe.optimisation.seed)
     begun = time.monotonic()
@@ -87,6 +87,7 @@ def train(
         model, tokenizer = load_target(recipe.target, dtype=recipe.dtype, device=device)
     target = Target(model)
     try:
+        _refuse_other_device(target.device, state)
         _train(recipe, target, tokenizer, state, {"load": _minutes_since(begun)}, progress)
     finally:
         target.release()
@@ -145,6 +146,16 @@ def processes(device: str) -> PartialState:
     return state
 
 
+def _refuse_other_device(device: torch.device, state: PartialState) -> None:
+    """Trainer itself decides on the device of a process: the first one, or that of its rank."""
+    own = (state.device.index or 0) if state.num_processes > 1 else 0
+    if device.type != "cpu" and (device.index or 0) != own:
+        raise ConfigError(
+            f"the target is on {device}, training would run on {device.type}:{own}; choose the device with "
+            "CUDA_VISIBLE_DEVICES, and leave `device` at auto"
+        )
+
+
 def make_data(
     recipe: Recipe, target: Target, tokenizer: PreTrainedTokenizerBase, head: DraftHead, progress: bool
 ) -> _Data:
@@ -172,7 +183,8 @@ def _make(
     folder: Path, target: Target, tokenizer: PreTrainedTokenizerBase, config: DistillConfig, progress: bool
 ) -> Path:
     """The folder's name comes from the settings, so other settings never meet old data."""
-    key = hashlib.sha256(json.dumps([config.content(), fingerprint(target)], sort_keys=True).encode()).hexdigest()[:10]
+    content = [config.content(), fingerprint(target), str(target.dtype), tokenizer_hash(tokenizer)]
+    key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
     path = folder / f"{config.mode}-{config.split}-{key}"
     if PartialState().is_main_process:
         distill(target, tokenizer, config, path, progress)
