@@ -51,11 +51,6 @@ class DraftVocab(nn.Module):
         """Draft columns to target ids, any shape."""
         return self.ids[columns]
 
-    def to_draft(self, tokens: Tensor) -> Tensor:
-        """Target ids to draft columns, any shape; -1 where the draft does not have the token."""
-        column = torch.searchsorted(self.ids, tokens).clamp_(max=self.size - 1)
-        return torch.where(self.ids[column] == tokens, column, -1)
-
 
 def most_frequent(counts: Tensor, size: int, always: tuple[int, ...] = ()) -> Tensor:
     """The `size` most frequent tokens, `[size]` int64 ascending.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from selfspec.draft import Needs
 from selfspec.errors import ConfigError
 from selfspec.train.corpus import SPLITS
 
@@ -80,8 +79,3 @@ class DistillConfig:
     def content(self) -> dict[str, Any]:
         """The settings that the dataset's content depends on."""
         return {name: value for name, value in asdict(self).items() if name not in ("batch_tokens", "batch_rows")}
-
-    @property
-    def needs(self) -> Needs:
-        """The features that are stored."""
-        return Needs(self.hidden, tuple(self.layers))

@@ -69,11 +69,6 @@ class ShardFolder:
         for left in self.folder.glob(".shard-*"):
             shutil.rmtree(left, ignore_errors=True)
 
-    @property
-    def complete(self) -> bool:
-        """Whether all shards and the counts are there."""
-        return bool(read_manifest(self.folder)["complete"])
-
     def has(self, index: int) -> bool:
         """Whether a shard is there, whole."""
         return self._shard(index).is_dir()
