@@ -151,8 +151,8 @@ class Eagle(DraftHead):
 
     def _join(self, features: Tensor, tokens: Tensor) -> Tensor:
         """Features `[B, T, D]` and the tokens after them `[B, T]` to the layers' input `[B, T, D]`."""
-        features = features.to(self.fc.weight.dtype)
-        embedded = self.target.embed(tokens).detach().to(features.dtype)
+        features = features.to(self.fc.weight)  # the last layer of a spread-out target may be on another device
+        embedded = self.target.embed(tokens).detach().to(features)
         return self.fc(torch.cat([self.embedding_norm(embedded), self.feature_norm(features)], -1))
 
     def _run(

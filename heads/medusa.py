@@ -104,7 +104,7 @@ class Medusa(DraftHead):
         layout = self._layout(budget, state.root.device)
         if layout.shape.nodes == 1:
             return DraftTree.root_only(state.root)
-        logits = self.output(self.blocks(state.hidden.to(self.blocks.weight.dtype)))
+        logits = self.output(self.blocks(state.hidden.to(self.blocks.weight)))
         ranked = logits.topk(layout.ranks).indices.transpose(0, 1).flatten(1)
         guesses = self.output.vocab.to_target(ranked[:, layout.places])
         return DraftTree(torch.cat([state.root.unsqueeze(1), guesses], 1), layout.shape)

@@ -82,7 +82,7 @@ class Verified:
 
 def last_of(values: Tensor, counts: Tensor) -> Tensor:
     """The last real entry of each row: `[B, T, ...]` and `[B]` to `[B, ...]`."""
-    return values[torch.arange(values.shape[0], device=values.device), counts - 1]
+    return values[torch.arange(values.shape[0], device=values.device), counts.to(values.device) - 1]
 
 
 class DraftState(ABC):

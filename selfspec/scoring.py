@@ -101,7 +101,7 @@ class Processors:
         return self._of_prompt[prompt]
 
     def __call__(self, history: History, rows: Sequence[int], extras: Sequence[Sequence[int]], raw: Tensor) -> Tensor:
-        """Processed scores `[K, V]` float32.
+        """Processed scores `[K, V]` float32, on the device of the tokens (a model may be spread over several).
 
         Args:
             history: the committed tokens.
@@ -109,7 +109,7 @@ class Processors:
             extras: per row the tokens of the path after the committed ones.
             raw: `[K, V]` logits in any dtype; not changed.
         """
-        scores: Any = raw.to(torch.float32, copy=True)
+        scores: Any = raw.to(history.buffer.device, torch.float32, copy=True)
         if not self.processors:
             return scores
         if not self.read_the_past:

@@ -583,3 +583,10 @@ def test_the_enumeration_itself_is_complete() -> None:
     total = sum(weight for weight, _ in outcomes(lambda c: (c.coin(0.3), c.pick([0.2, 0.5, 0.3]), c.coin(0.9))))
     assert total == pytest.approx(1.0, abs=1e-12)
     assert len(list(itertools.chain(outcomes(lambda c: (c.coin(0.3), c.pick([1.0, 0.0, 3.0])))))) == 4
+
+
+def test_scores_come_to_where_the_tokens_are() -> None:
+    """A model spread over devices has its logits on the last one, its tokens on the first (`meta` here)."""
+    history = History(torch.zeros(1, 4, dtype=torch.long, device="meta"), 4)
+    scores = Processors(LogitsProcessorList())(history, [0], [[]], torch.zeros(1, 7, dtype=torch.bfloat16))
+    assert (scores.device.type, scores.dtype) == ("meta", torch.float32)

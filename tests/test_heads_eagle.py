@@ -257,3 +257,9 @@ def test_targets_whose_config_names_no_mlp_size() -> None:
         target = Target(GPT2LMHeadModel(config).eval())
     head = Eagle.from_target(EagleConfig(), target)
     assert head.config.intermediate_size == 128
+
+
+def test_features_come_to_where_the_head_is(target: Target) -> None:
+    head = make(target).to("meta")
+    joined = head._join(torch.zeros(1, 2, tiny.HIDDEN, dtype=torch.float64), torch.tensor([[3, 4]]))
+    assert (joined.device.type, joined.dtype) == ("meta", torch.float32)
