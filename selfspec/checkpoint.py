@@ -181,6 +181,10 @@ def _fill(head: DraftHead, path: Path) -> None:
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is damaged or cut off ({error}); copy or download it again") from error
     head.load_state_dict(loaded, strict=True)
+    try:
+        head.output.vocab.set_ids(head.output.vocab.ids)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}; copy or download it again") from error
     head.after_load()
 
 

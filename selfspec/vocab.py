@@ -63,6 +63,9 @@ def most_frequent(counts: Tensor, size: int, always: tuple[int, ...] = ()) -> Te
     if size > counts.numel():
         raise ConfigError(f"cannot choose {size} tokens out of {counts.numel()}; lower the draft vocabulary's size")
     weight = counts.to(torch.float64).clone()
+    outside = [token for token in always if not 0 <= token < counts.numel()]
+    if outside:
+        raise ConfigError(f"tokens {outside} cannot always be in: the target's ids are 0..{counts.numel() - 1}")
     if always:
         weight[torch.tensor(always)] = float("inf")
     return weight.sort(descending=True, stable=True).indices[:size].sort().values

@@ -25,6 +25,7 @@ from selfspec.heads.lookup import LookupConfig
 from selfspec.heads.medusa import MedusaConfig
 from selfspec.target import Target
 from selfspec.tree import DraftTree
+from selfspec.vocab import most_frequent
 
 torch.set_num_threads(1)
 GREEDY = Sampling()
@@ -299,6 +300,23 @@ def test_truncated_missing_and_foreign_files_are_refused(row: Row, target: Targe
     shutil.rmtree(folder)
     with pytest.raises(CheckpointError):
         load_head(folder, target)
+
+
+@each_trainable
+@pytest.mark.parametrize("harm", [-1, 10**6, 1], ids=["negative", "beyond the vocabulary", "twice"])
+def test_a_draft_vocabulary_that_is_none_is_refused(row: Row, target: Target, tmp_path: Path, harm: int) -> None:
+    folder = save_head(make(row, target), tmp_path / "head")
+    tensors = load_file(folder / WEIGHTS)
+    tensors["output.vocab.ids"][0] = harm
+    tensors["output.vocab.ids"][1] = 1
+    save_file(tensors, folder / WEIGHTS)
+    with pytest.raises(CheckpointError, match="distinct ids"):
+        load_head(folder, target)
+
+
+def test_tokens_that_must_be_in_a_draft_vocabulary_are_tokens_of_the_target() -> None:
+    with pytest.raises(ConfigError, match=r"\[7, -1\] cannot always be in"):
+        most_frequent(torch.ones(5), 3, (2, 7, -1))
 
 
 @each_trainable
