@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import shutil
@@ -158,9 +159,11 @@ def heads_folder(name_or_path: str | Path, revision: str | None = None, token: s
             snapshot_download(str(name_or_path), revision=revision, token=token, allow_patterns=[CONFIG, WEIGHTS])
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        near = difflib.get_close_matches(str(name_or_path), registry.kinds(), 1)
+        hint = f"did you mean the method {near[0]!r}?" if near else "check the path"
         raise CheckpointError(
             f"{name_or_path!r} is neither a folder here nor a repository that could be fetched from the Hub "
-            f"({type(error).__name__}: {str(error).splitlines()[0]})"
+            f"({type(error).__name__}: {str(error).splitlines()[0]}); {hint}"
         ) from error
 
 

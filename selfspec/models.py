@@ -43,6 +43,18 @@ def as_dtype(name: str | torch.dtype, device: str | torch.device = "cpu") -> tor
     return dtype
 
 
+def as_device(name: str | torch.device) -> torch.device:
+    """The torch device of that name, when this machine and this build of torch have it; else a ConfigError."""
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was compiled with CUDA
+        here = [kind for kind in [torch.accelerator.current_accelerator(check_available=True)] if kind is not None]
+        usable = " or ".join(["cpu", *map(str, here)])
+        raise ConfigError(
+            f"device {str(name)!r} cannot be used here ({str(error).splitlines()[0]}); use {usable}"
+        ) from error
+
+
 def load_target(
     name: str | Path,
     dtype: str | torch.dtype = AUTO,
@@ -60,12 +72,15 @@ def load_target(
         **kwargs: passed to `AutoModelForCausalLM.from_pretrained`.
 
     Raises:
-        ConfigError: the model cannot be found or the extra is not installed.
+        ConfigError: the model cannot be found, the extra is not installed, or dtype or device are not to be had.
     """
+    if "device_map" not in kwargs:
+        device = as_device(device)
+    weights = as_dtype(dtype, device)
     source = str(demo_folder() if name == DEMO else name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=as_dtype(dtype, device), revision=revision, **kwargs)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=weights, revision=revision, **kwargs)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no causal model could be loaded from {source!r}: {str(error).splitlines()[0]}") from error
     if name == DEMO:
@@ -73,7 +88,7 @@ def load_target(
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         tokenizer.pad_token = tokenizer.eos_token
     if "device_map" not in kwargs:
-        model.to(torch.device(device))  # type: ignore[arg-type]
+        model.to(device)  # type: ignore[arg-type]
     return model.eval(), tokenizer
 
 

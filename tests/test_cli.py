@@ -296,3 +296,18 @@ def test_debug_shows_the_traceback(run: Run, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(sys, "argv", ["selfspec", "info", str(tmp_path / "nothing"), "--debug"])
     with pytest.raises(ValueError, match="nothing"):
         cli.main()
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_a_device_that_is_not_there_is_one_line_that_names_the_usable_ones(run: Run, model: Path, device: str) -> None:
+    status, _, err = run("generate", "x", "--target", model, "--device", device)
+    assert status == 1
+    assert err.count("\n") == 1
+    assert f"device {device!r} cannot be used here" in err
+    assert "use cpu" in err
+
+
+def test_a_slip_in_the_name_of_a_method_is_answered_with_the_right_name(run: Run, model: Path) -> None:
+    status, _, err = run("generate", "x", "--target", model, "--draft", "lokup")
+    assert status == 1
+    assert "did you mean the method 'lookup'?" in err
