@@ -103,7 +103,10 @@ def _plan(target: Target, tokenizer: PreTrainedTokenizerBase, config: DistillCon
         raise ConfigError(f"length {config.length} is beyond the {limit} positions the target is made for")
     rows, dropped = (prompt_rows if config.mode == "write" else label_rows)(tokenizer, config)
     if not rows:
-        raise DataError(f"source {config.source!r}, split {config.split!r}: no usable rows ({dropped} were dropped)")
+        raise DataError(
+            f"source {config.source!r}, split {config.split!r}: no usable rows ({dropped} were dropped); give more or "
+            "longer text (a tenth of the files, or of the lines of a .jsonl file, is held out of training)"
+        )
     if dropped:
         _log.warning("%s: %d rows without anything to learn from were dropped", config.source, dropped)
     return rows, dropped
