@@ -164,14 +164,15 @@ def make_data(
     needs = head.needs
     made = _Data([], [])
     share = max(recipe.evaluation.tokens // len(recipe.data), 1)
-    for source in recipe.data:
-        config = _as_distill(source)
-        if recipe.store_features:
-            config = replace(config, hidden=needs.hidden, layers=list(needs.layers))
-        made.train.append((_make(folder, target, tokenizer, config, progress), source.weight))
-        if source.split == "train" and recipe.evaluation.tokens:
+    configs = [_as_distill(source) for source in recipe.data]
+    if recipe.store_features:
+        configs = [replace(config, hidden=needs.hidden, layers=list(needs.layers)) for config in configs]
+    for config in configs:  # held-out text first: it is little, and tells early if a source has none
+        if config.split == "train" and recipe.evaluation.tokens:
             held_out = replace(config, split="held-out", max_tokens=share)
             made.held_out.append(_make(folder, target, tokenizer, held_out, progress))
+    for config, source in zip(configs, recipe.data, strict=True):
+        made.train.append((_make(folder, target, tokenizer, config, progress), source.weight))
     return made
 
 
@@ -187,10 +188,14 @@ def _make(
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
     path = folder / f"{config.mode}-{config.split}-{key}"
     if PartialState().is_main_process:
-        distill(target, tokenizer, config, path, progress)
-    while not (path / "manifest.json").is_file() or not read_manifest(path)["complete"]:
+        distill(target, tokenizer, config, path, progress and not _complete(path))
+    while not _complete(path):
         time.sleep(1)  # not a barrier: those time out
     return path
+
+
+def _complete(path: Path) -> bool:
+    return (path / "manifest.json").is_file() and bool(read_manifest(path)["complete"])
 
 
 def draft_vocabulary(recipe: Recipe, data: _Data, target: Target, tokenizer: PreTrainedTokenizerBase) -> Tensor:
