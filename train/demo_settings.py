@@ -25,8 +25,8 @@ class Scale:
         max_new_tokens: per prompt.
     """
 
-    minutes: float = 5.0
-    label_tokens: int = 90_000
+    minutes: float = 4.0
+    label_tokens: int = 60_000
     write_tokens: int = 6_000
     held_out_tokens: int = 4_096
     evaluation_prompts: int = 2
@@ -34,7 +34,7 @@ class Scale:
     size_prompts: int = 2
     size_tokens: int = 40
     bench_prompts: int = 8
-    bench_minutes: float = 3.0
+    bench_minutes: float = 2.5
     prompt_tokens: int = 200
     max_new_tokens: int = 128
 
