@@ -116,18 +116,3 @@ class Draft(Protocol):
 
     def observe(self, state: Any, verified: Verified) -> Any:
         """Take in what was committed and roll the state on. Equals `begin` on the longer prompt."""
-
-
-def chunk(verified: Verified, start: int, stop: int) -> Verified:
-    """Places `start..stop` of every row, for rows that are all at least that long (used by tests and tools)."""
-
-    def cut(values: Tensor) -> Tensor:
-        return values[:, start:stop]
-
-    return Verified(
-        cut(verified.tokens),
-        cut(verified.next_tokens),
-        (verified.counts - start).clamp(1, stop - start),
-        None if verified.hidden is None else cut(verified.hidden),
-        tuple(cut(layer) for layer in verified.layers),
-    )

@@ -13,11 +13,12 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
+from tiny import chunk
 from torch import Tensor
 
 from selfspec import registry
 from selfspec.checkpoint import CONFIG, WEIGHTS, load_head, replacing, save_head
-from selfspec.draft import Budget, Draft, Sampling, Verified, chunk
+from selfspec.draft import Budget, Draft, Sampling, Verified
 from selfspec.errors import CheckpointError, ConfigError
 from selfspec.head import DraftHead
 from selfspec.heads.eagle import EagleConfig

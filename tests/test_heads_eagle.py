@@ -8,10 +8,11 @@ import golden
 import pytest
 import tiny
 import torch
+from tiny import chunk
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from selfspec.draft import Budget, Sampling, Verified, chunk
+from selfspec.draft import Budget, Sampling, Verified
 from selfspec.errors import ConfigError
 from selfspec.heads.eagle import Eagle, EagleConfig, unrolled_mask
 from selfspec.target import Target

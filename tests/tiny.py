@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -17,6 +18,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from selfspec.draft import Verified
 from selfspec.target import Target
 
 VOCAB = 97
@@ -92,3 +94,18 @@ def selfspec_target(name: str, attention: str = "sdpa", seed: int = 0) -> Target
 def text(batch: int, length: int, seed: int = 1) -> torch.Tensor:
     """Random token ids `[batch, length]`, none of them the padding token."""
     return torch.randint(2, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def chunk(verified: Verified, start: int, stop: int) -> Verified:
+    """Places `start..stop` of every row, for rows that are all at least that long."""
+
+    def cut(values: Tensor) -> Tensor:
+        return values[:, start:stop]
+
+    return Verified(
+        cut(verified.tokens),
+        cut(verified.next_tokens),
+        (verified.counts - start).clamp(1, stop - start),
+        None if verified.hidden is None else cut(verified.hidden),
+        tuple(cut(layer) for layer in verified.layers),
+    )
