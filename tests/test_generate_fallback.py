@@ -1,0 +1,124 @@
+"""What cannot be honoured falls back with a warning or is refused by name, never ignored."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from generate_tools import knows
+from oracle import patched, plain
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    PreTrainedModel,
+)
+
+from selfspec.errors import UnsupportedGeneration
+
+# What cannot be honoured
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (lambda m, ids: {"use_cache": False}, "use_cache=False"),
+        (lambda m, ids: {"cache_implementation": "static"}, "cache_implementation='static'"),
+        (lambda m, ids: {"cache": DynamicCache(config=m.config)}, "cache of the caller's own"),
+        (lambda m, ids: {"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        (lambda m, ids: {"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+        (lambda m, ids: {"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidance"),
+        (lambda m, ids: {"position_ids": torch.arange(3, 3 + ids.shape[1])[None]}, "position_ids"),
+    ],
+    ids=["use_cache", "static", "own cache", "attentions", "hidden states", "guidance", "positions"],
+)
+def test_it_falls_back_to_plain_decoding_with_a_warning(
+    given: Callable[[Any, Tensor], dict[str, Any]], reason: str, model: PreTrainedModel, prompt: Tensor
+) -> None:
+    wanted = plain(model, prompt, max_new_tokens=9, **given(model, prompt))
+    with patched(model, knows(model, prompt)), pytest.warns(UserWarning, match=reason):
+        found = model.generate(prompt, max_new_tokens=9, **given(model, prompt))
+    sequences = [x if isinstance(x, Tensor) else x.sequences for x in (found, wanted)]
+    assert torch.equal(*sequences)
+    if not isinstance(found, Tensor):
+        assert (found.attentions is None) == (wanted.attentions is None)
+        assert (found.hidden_states is None) == (wanted.hidden_states is None)
+
+
+def test_input_embeddings_fall_back_to_plain_decoding_with_a_warning(model: PreTrainedModel, prompt: Tensor) -> None:
+    embedded = model.get_input_embeddings()(prompt)
+    wanted = plain(model, inputs_embeds=embedded, max_new_tokens=9)
+    with patched(model, "lookup"), pytest.warns(UserWarning, match="inputs_embeds"):
+        found = model.generate(inputs_embeds=embedded, max_new_tokens=9)
+    assert torch.equal(found, wanted)
+
+
+def test_right_padding_falls_back_to_plain_decoding_with_a_warning(model: PreTrainedModel) -> None:
+    ids = tiny.text(2, 6)
+    mask = torch.ones_like(ids)
+    mask[0, 4:] = 0
+    wanted = plain(model, ids, attention_mask=mask, max_new_tokens=5)
+    with patched(model, "lookup"), pytest.warns(UserWarning, match="padding that is not on the left"):
+        assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=5), wanted)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"num_beams": 4}, "num_beams=4"),
+        ({"num_beams": 2, "do_sample": True}, "num_beams=2"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha"),
+        ({"dola_layers": "low"}, "dola"),
+        ({"synced_gpus": True}, "synced_gpus"),
+        ({"assistant_model": "self"}, "assistant_model"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_honoured_is_refused_by_name(
+    given: dict[str, Any], name: str, model: PreTrainedModel, prompt: Tensor
+) -> None:
+    if "assistant_model" in given:
+        given = {"assistant_model": model}
+    with patched(model, "lookup"), pytest.raises(ValueError, match=name):
+        model.generate(prompt, max_new_tokens=4, **given)
+
+
+def test_an_unknown_argument_is_refused_by_name(model: PreTrainedModel, prompt: Tensor) -> None:
+    with patched(model, "lookup"), pytest.raises(ValueError, match="no_such_thing"):
+        model.generate(prompt, max_new_tokens=4, no_such_thing=1)
+
+
+def test_an_empty_prompt_is_refused_plainly(model: PreTrainedModel) -> None:
+    with patched(model, "lookup"), pytest.raises(UnsupportedGeneration, match="at least one token"):
+        model.generate(torch.zeros(1, 0, dtype=torch.long), max_new_tokens=4)
+
+
+def test_a_prompt_of_padding_only_is_refused_plainly(model: PreTrainedModel, prompt: Tensor) -> None:
+    with patched(model, "lookup"), pytest.raises(UnsupportedGeneration, match="at least one token"):
+        model.generate(prompt, attention_mask=torch.zeros_like(prompt), max_new_tokens=4)
+
+
+def test_a_prompt_longer_than_the_model_is_made_for_is_refused_with_both_numbers(prompt: Tensor) -> None:
+    small = tiny.model("llama")
+    small.config.max_position_embeddings = 10
+    with patched(small, "lookup"), pytest.raises(ValueError, match=r"12 tokens.*10"):
+        small.generate(prompt, max_new_tokens=4)
+
+
+def test_a_generator_is_not_lost_in_a_fall_back(model: PreTrainedModel, prompt: Tensor) -> None:
+    def draw() -> Tensor:
+        generator = torch.Generator().manual_seed(5)
+        given = {"do_sample": True, "max_new_tokens": 12, "use_cache": False, "generator": generator}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return model.generate(prompt, **given)
+
+    with patched(model, "lookup"):
+        before = torch.get_rng_state()
+        first = draw()
+        assert torch.equal(first, draw())
+        assert torch.equal(torch.get_rng_state(), before)
