@@ -14,7 +14,7 @@ from torch import Tensor
 
 from selfspec.draft import Budget, DraftState, Needs, Sampling, Verified, last_of
 from selfspec.errors import ConfigError
-from selfspec.head import DraftHead, HeadConfig, HeadLoss
+from selfspec.head import DraftHead, DraftOutput, HeadConfig, HeadLoss
 from selfspec.heads.layers import ResidualBlocks
 from selfspec.heads.losses import agreement, denominator, soft_cross_entropy, taught_places, teacher_probs
 from selfspec.heads.trees import check_choices, cut_choices, default_choices
@@ -33,12 +33,14 @@ class MedusaConfig(HeadConfig):
         choices: the tree as paths of ranks, best first; None takes a default for the number of heads. Path
             `(c1, .., cm)` is the token of rank `cm` of head m - 1. An empty list drafts nothing.
         head_decay: head j counts `head_decay ** j` in the loss (section 2.2.1).
+        output_per_head: an output matrix of its own for each head (M * Q * D weights), as published heads have.
     """
 
     num_heads: int = 4
     num_layers: int = 1
     choices: Sequence[Sequence[int]] | None = None
     head_decay: float = 0.8
+    output_per_head: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +66,7 @@ class _Layout:
 
 @register("medusa")
 class Medusa(DraftHead):
-    """M stacks of residual blocks; their outputs go through one output head over the draft vocabulary."""
+    """M stacks of residual blocks; their outputs go through one output head over the draft vocabulary, or one each."""
 
     config_class = MedusaConfig
     config: MedusaConfig
@@ -73,6 +75,8 @@ class Medusa(DraftHead):
         super().__init__(config, target)
         if config.num_heads < 1 or config.num_layers < 1:
             raise ConfigError(f"Medusa wants a head and a layer, got {config.num_heads} and {config.num_layers}")
+        if config.output_per_head:
+            self.output = DraftOutput(target, config.draft_vocab_size, own=True, stacks=config.num_heads)
         self.blocks = ResidualBlocks(config.num_heads, config.num_layers, config.hidden_size)
         self._choices: list[Path] = _choices_of(config, self.output.vocab.size)
         self._layouts: dict[tuple[int, int, torch.device], _Layout] = {}
@@ -133,7 +137,8 @@ class Medusa(DraftHead):
         loss, correct, seen = hidden.new_zeros((), dtype=torch.float32), [], []
         for j in range(self.config.num_heads):
             real = (column > j).float()
-            logits = self.output(moved[j, row, (column - 1 - j).clamp_min(0)])
+            stack = j if self.config.output_per_head else None
+            logits = self.output(moved[j, row, (column - 1 - j).clamp_min(0)], stack)
             loss = loss + self.config.head_decay**j * (real * soft_cross_entropy(logits, probs)).sum()
             correct.append((real * agreement(logits, probs)).sum())
             seen.append(real.sum())

@@ -94,20 +94,26 @@ class DraftOutput(nn.Module):
 
     Borrows rows of the target's output head (kept as a buffer that is never saved), or owns its weight and keeps the
     borrowed rows beside it for the teacher.
+
+    Args:
+        target: lends its rows.
+        size: Q; 0 is the whole vocabulary.
+        own: own the weight.
+        stacks: own this many weights, `[stacks, Q, D]`, one for each of the draft's heads; 0 is one for all.
     """
 
     rows: Tensor
     teacher_rows: Tensor
     bias: Tensor | None
 
-    def __init__(self, target: Target, size: int, own: bool) -> None:
+    def __init__(self, target: Target, size: int, own: bool, stacks: int = 0) -> None:
         super().__init__()
         self.target = target
-        self.own = own
+        self.own = own or stacks > 0
         self.vocab = DraftVocab(size or target.vocab_size, target.vocab_size)
         weight, bias = target.output_rows(self.vocab.ids)
-        if own:
-            self.rows = nn.Parameter(weight.clone())
+        if self.own:
+            self.rows = nn.Parameter(weight.expand(stacks, -1, -1).clone() if stacks else weight.clone())
             self.register_buffer("teacher_rows", weight, persistent=False)
         else:
             self.register_buffer("rows", weight, persistent=False)
@@ -136,8 +142,15 @@ class DraftOutput(nn.Module):
         rows = self.teacher_rows if self.own else self.rows
         return self.target.finish_logits(F.linear(hidden, rows, self.bias))
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """`[..., D]` to logits `[..., Q]`, scaled and capped as the target's own."""
+    def forward(self, hidden: Tensor, stack: int | None = None) -> Tensor:
+        """`[..., D]` to logits `[..., Q]`, scaled and capped as the target's own.
+
+        Where every head has a weight of its own, `hidden` is `[stacks, P, D]`, or belongs to head number `stack`.
+        """
+        if self.rows.ndim == 3:
+            rows = self.rows if stack is None else self.rows[stack]
+            raw = hidden @ rows.transpose(-1, -2)
+            return self.target.finish_logits(raw if self.bias is None else raw + self.bias)
         if torch.is_grad_enabled() or hidden.ndim != 3 or not FewRowsHead.applies(self.rows):
             return self.target.finish_logits(F.linear(hidden, self.rows, self.bias))
         if self._few_rows is None or self._few_rows.weight is not self.rows:

@@ -139,3 +139,19 @@ def test_peer_trees(name: str) -> None:
     shape, _ = shape_from_choices(choices)
     assert torch.equal(shape.ancestors[0], vectors[f"buffers.{name}.medusa_attn_mask"][0, 0].bool())
     assert torch.equal(shape.depth[0], vectors[f"buffers.{name}.medusa_position_ids"])
+
+
+def test_an_output_matrix_per_head_starts_as_the_shared_one_and_learns_apart(target: Target) -> None:
+    shared, apart = (make(target, num_heads=2, draft_vocab_size=40, output_per_head=own) for own in (False, True))
+    for head in (shared, apart):
+        head.output.set_vocab(torch.arange(5, 45))
+    assert apart.output.rows.shape == (2, 40, 32)
+    moved = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(apart.output(moved), shared.output(moved))
+    torch.testing.assert_close(apart.output(moved[1], 1), shared.output(moved[1]))
+    ids = tiny.text(1, 12)
+    output = target.features(ids[:, :-1], None, apart.needs)
+    verified = Verified(ids[:, :-1], ids[:, 1:], torch.tensor([11]), output.hidden)
+    apart.loss(verified, torch.ones(1, 11, dtype=torch.bool)).loss.backward()
+    grad = apart.output.rows.grad
+    assert grad is not None and not torch.equal(grad[0], grad[1]) and bool((grad != 0).any(2).all())
