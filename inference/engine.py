@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from selfspec.accept import Accepted, TorchChance, accept
-from selfspec.draft import Budget, Draft, Sampling, Verified
+from selfspec.draft import Budget, Draft, Verified
 from selfspec.inference.output import Output
 from selfspec.inference.request import Request, Result
 from selfspec.inference.stopping import Stopper
-from selfspec.scoring import History, Processors, TreeScores
+from selfspec.scoring import History, Processors, TreeScores, sampling_of
 from selfspec.stats import Stats
 from selfspec.target import Target, TargetOutput
 from selfspec.tree import DraftTree
@@ -49,7 +49,7 @@ class Generation:
         self.target = target
         self.draft = draft
         self.request = request
-        self.sampling = Sampling(request.do_sample, request.temperature)
+        self.sampling = sampling_of(request.processors, request.do_sample, request.temperature)
         self.chance = TorchChance(request.generator, target.device)
         self.stopper = Stopper(request.stopping)
         self.processors = Processors(request.processors)
@@ -132,7 +132,7 @@ class Generation:
 
     def _accept(self, tree: DraftTree, logits: Tensor) -> Accepted:
         scores = TreeScores(logits, tree.token_lists, self.history, self.processors)
-        accepted = accept(tree, scores, self.request.do_sample, self.chance)
+        accepted = accept(tree, scores, self.request.do_sample, self.chance, self.request.accept)
         self.output.remember(self.rows, accepted, logits, scores)
         return accepted
 

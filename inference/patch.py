@@ -20,6 +20,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteri
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec import hf, registry
+from selfspec.accept import LOSSLESS, AcceptRule
 from selfspec.checkpoint import load_head
 from selfspec.draft import Draft
 from selfspec.errors import ConfigError, UnsupportedGeneration
@@ -48,6 +49,7 @@ def patch(
     draft: str | Path | Draft,
     *,
     nodes: int | None = None,
+    accept: str | AcceptRule = LOSSLESS,
     revision: str | None = None,
     token: str | None = None,
     check_base: bool = True,
@@ -59,6 +61,8 @@ def patch(
         draft: a folder or Hub id of trained heads, the name of a method that needs no training, or any object that
             implements `selfspec.draft.Draft`.
         nodes: the most nodes of a tree, the root included; None leaves it to the draft.
+        accept: the rule for sampled text, see `selfspec.accept.AcceptRule`. Rules with "lossy" in their name change the
+            distribution of the text, and the report says so.
         revision: Hub revision of the heads.
         token: Hub token.
         check_base: compare the heads' fingerprint of their base model with this one.
@@ -69,13 +73,14 @@ def patch(
     Raises:
         UnsupportedModel: the model cannot be served exactly.
         CheckpointError: the heads are damaged or of another base model.
-        ConfigError: no such method, or one that needs training.
+        ConfigError: no such method or accept rule, or a method that needs training.
     """
+    rule = AcceptRule(accept) if isinstance(accept, str) else accept
     if nodes is not None and nodes < 1:
         raise ConfigError(f"nodes={nodes} leaves no room for the root; give at least 1")
     target = Target(model)
     try:
-        speculation = Speculation(target, resolve_draft(draft, target, revision, token, check_base), nodes)
+        speculation = Speculation(target, resolve_draft(draft, target, revision, token, check_base), nodes, rule)
     except Exception:
         target.release()
         raise
@@ -325,6 +330,7 @@ class _Call:
             keep_scores=returned and bool(config.output_scores),
             keep_logits=returned and bool(config.output_logits),
             nodes=speculation.nodes,
+            accept=speculation.accept,
         )
 
     def _output(self, target: Target, result: Result) -> GenerateDecoderOnlyOutput | Tensor:

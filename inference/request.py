@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
+from selfspec.accept import AcceptRule
 from selfspec.errors import UnsupportedGeneration
 from selfspec.stats import Stats
 
@@ -35,6 +36,7 @@ class Request:
         keep_scores: return the processed scores of every new token.
         keep_logits: return the raw logits of every new token.
         nodes: the most nodes per tree, the root included; None leaves it to the draft.
+        accept: how sampled trees are judged.
     """
 
     input_ids: Tensor
@@ -49,6 +51,7 @@ class Request:
     keep_scores: bool = False
     keep_logits: bool = False
     nodes: int | None = None
+    accept: AcceptRule = field(default_factory=AcceptRule)
 
     def compact(self) -> tuple[Tensor, list[int]]:
         """Prompts without their left padding: `[B, P']` padded on the right, and each row's length.

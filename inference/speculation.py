@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from selfspec.accept import AcceptRule
 from selfspec.draft import Draft
 from selfspec.stats import STAGES, Stats
 from selfspec.target import Target
@@ -17,14 +18,18 @@ class Speculation:
         target: the door to the model.
         draft: the draft in use.
         nodes: the most nodes of a tree, None if the draft decides.
+        accept: how sampled trees are judged.
         last: statistics of the call that finished last, None before the first.
         replaced: a `generate` that someone had put on the model itself before it was patched, None as a rule.
     """
 
-    def __init__(self, target: Target, draft: Draft, nodes: int | None = None) -> None:
+    def __init__(
+        self, target: Target, draft: Draft, nodes: int | None = None, accept: AcceptRule | None = None
+    ) -> None:
         self.target = target
         self.draft = draft
         self.nodes = nodes
+        self.accept = accept or AcceptRule()
         self.last: Stats | None = None
         self.replaced: Any = None
         self._total = Stats()
@@ -32,7 +37,7 @@ class Speculation:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy (of the model, usually) keeps the draft and counts for itself."""
-        kept = ("target", "draft", "nodes", "replaced")
+        kept = ("target", "draft", "nodes", "accept", "replaced")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -53,7 +58,9 @@ class Speculation:
     def report(self) -> Report:
         """Rounds, tokens per round, acceptance by depth and time by stage since `patch` or `reset`."""
         with self._lock:
-            return Report(draft=self.draft.kind, **self._total.to_dict())
+            return Report(
+                draft=self.draft.kind, accept=self.accept.name, lossy=self.accept.lossy, **self._total.to_dict()
+            )
 
 
 class Report(dict[str, Any]):
@@ -61,16 +68,19 @@ class Report(dict[str, Any]):
 
     def __str__(self) -> str:
         if not self["rounds"]:
-            return f"draft {self['draft']}: no rounds yet"
+            return f"{self._title()}: no rounds yet"
         depths = " ".join(f"{share:.2f}" for share in self["accepted_by_depth"])
         total = sum(self["stage_seconds"].values()) or 1.0
         stages = " ".join(f"{stage} {self['stage_seconds'][stage] / total:.0%}" for stage in STAGES)
         return (
-            f"draft {self['draft']}: {self['new_tokens']} tokens in {self['rounds']} rounds\n"
+            f"{self._title()}: {self['new_tokens']} tokens in {self['rounds']} rounds\n"
             f"tokens per round {self['tokens_per_round']:.2f} (plain decoding 1.00), "
             f"of them drafted {self['accepted_per_round']:.2f}\n"
             f"share of rounds that accepted depth 1, 2, ...: {depths}\n"
             f"time: {stages}"
         )
+
+    def _title(self) -> str:
+        return f"draft {self['draft']}" + (f", LOSSY accept rule {self['accept']}" if self["lossy"] else "")
 
     __repr__ = __str__

@@ -11,20 +11,61 @@ Nodes drawn from q: multi-round speculative sampling (Leviathan et al. 2023, Che
 et al. 2024, Algorithm 2). Children are tried in order, each accepted with min(1, p(x)/q(x)); after a refusal
 p <- norm(max(0, p - q)), and if siblings are drawn without replacement q <- norm(q without x). If no child is accepted
 the token is drawn from what is left of p. A chosen child among drawn ones is a draw from a point mass at x.
+
+A chain of drawn nodes is judged as a whole: block verification (Sun et al. 2024, "Block Verification Accelerates
+Speculative Decoding", Algorithm 2) is as exact and never accepts fewer tokens in expectation.
+
+Typical acceptance (Cai et al. 2024, section 2.3.1) is lossy and only used on request.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from selfspec.errors import DraftTreeError
+from selfspec.errors import ConfigError, DraftTreeError
 from selfspec.tree import DraftTree, Drawn
 
 _SUM_TOLERANCE = 1e-3
+
+LOSSLESS = "lossless"
+TOKEN_WISE = "token-wise"
+LOSSY_TYPICAL = "lossy-typical"
+
+
+@dataclass(frozen=True)
+class AcceptRule:
+    """How sampled trees are judged. Greedy decoding has one rule, whatever stands here.
+
+    Args:
+        name: `lossless` (whole blocks where the tree is a chain of drawn nodes, node by node otherwise), `token-wise`
+            (node by node always), or `lossy-typical`, which changes the distribution of the text.
+        epsilon: typical acceptance takes a node when p(x) > min(epsilon, delta * exp(-entropy of p)).
+        delta: see `epsilon`. The defaults of both are those of Medusa's own code.
+
+    Raises:
+        ConfigError: no such rule, or bounds that are not in (0, 1].
+    """
+
+    name: str = LOSSLESS
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        known = (LOSSLESS, TOKEN_WISE, LOSSY_TYPICAL)
+        if self.name not in known:
+            raise ConfigError(f"no accept rule is called {self.name!r}; use one of {', '.join(known)}")
+        if not (0 < self.epsilon <= 1 and 0 < self.delta <= 1):
+            raise ConfigError(f"epsilon={self.epsilon} and delta={self.delta} must lie in (0, 1]")
+
+    @property
+    def lossy(self) -> bool:
+        """Whether sampled text may differ in distribution from the target's."""
+        return self.name == LOSSY_TYPICAL
 
 
 class Chance(Protocol):
@@ -97,20 +138,29 @@ class Children:
         return next((c for c in self.of(row, node) if self.tokens[row][c] == token), None)
 
 
-def accept(tree: DraftTree, scores: NodeScores, do_sample: bool, chance: Chance) -> Accepted:
+def accept(
+    tree: DraftTree, scores: NodeScores, do_sample: bool, chance: Chance, rule: AcceptRule | None = None
+) -> Accepted:
     """Walk the tree from the root, as far as the target agrees.
 
     Args:
         tree: the proposed tree.
-        scores: the target's processed scores; asked only for nodes that the walk reaches.
+        scores: the target's processed scores; asked only for nodes that the walk reaches (a block is read whole).
         do_sample: sample from the scores; otherwise take their argmax.
         chance: where randomness comes from.
+        rule: how sampled trees are judged; the lossless rule if left out.
     """
-    children = Children(tree)
+    rule = rule or AcceptRule()
+    children, batch = Children(tree), tree.tokens.shape[0]
+    if do_sample and rule.lossy:
+        return _together([_walk_typical(row, children, scores, rule, chance) for row in range(batch)])
     if do_sample and tree.drawn is not None:
-        rows = [_walk_drawn(row, children, tree.drawn, scores, chance) for row in range(tree.tokens.shape[0])]
-        return Accepted([path for path, _ in rows], [tokens for _, tokens in rows])
-    return _walk_chosen(tree.tokens.shape[0], children, scores, do_sample, chance)
+        return _together([_walk_drawn(row, children, tree.drawn, scores, chance, rule) for row in range(batch)])
+    return _walk_chosen(batch, children, scores, do_sample, chance)
+
+
+def _together(walks: Sequence[tuple[list[int], list[int]]]) -> Accepted:
+    return Accepted([path for path, _ in walks], [tokens for _, tokens in walks])
 
 
 def _walk_chosen(batch: int, children: Children, scores: NodeScores, do_sample: bool, chance: Chance) -> Accepted:
@@ -132,8 +182,11 @@ def _walk_chosen(batch: int, children: Children, scores: NodeScores, do_sample: 
 
 
 def _walk_drawn(
-    row: int, children: Children, drawn: Drawn, scores: NodeScores, chance: Chance
+    row: int, children: Children, drawn: Drawn, scores: NodeScores, chance: Chance, rule: AcceptRule
 ) -> tuple[list[int], list[int]]:
+    block = _drawn_chain(row, children, drawn)
+    if len(block) > 1 and rule.name == LOSSLESS:
+        return _judge_block(row, block, children.tokens[row], drawn, scores, chance)
     path, tokens = [0], []
     while True:
         p = scores([row], [path])[0].softmax(-1)
@@ -149,6 +202,77 @@ def _walk_drawn(
         tokens.append(children.tokens[row][child])
 
 
+def _drawn_chain(row: int, children: Children, drawn: Drawn) -> list[int]:
+    """The nodes below the root when they form a chain and all were drawn; else nothing."""
+    chain, below = [], children.of(row, 0)
+    while below:
+        if len(below) > 1 or not _is_drawn(drawn, row, below[0]):
+            return []
+        chain.append(below[0])
+        below = children.of(row, below[0])
+    return chain
+
+
+def _judge_block(
+    row: int, block: list[int], tokens: list[int], drawn: Drawn, scores: NodeScores, chance: Chance
+) -> tuple[list[int], list[int]]:
+    """Block verification (Sun et al. 2024, Algorithm 2).
+
+    With X_1..X_n the block, w_0 = 1 and w_i = min(1, w_(i-1) p(X_i) / q(X_i)), place i is accepted with
+    h_i = s_i / (s_i + 1 - w_i) where s_i = sum of max(0, w_i p - q) after X_i, and h_n = w_n; the longest accepted
+    prefix counts. The coins are independent, so they are thrown from the far end. After n tokens the next is drawn
+    from p, after i < n from norm(max(0, w_i p - q)).
+    """
+    paths = [[0, *block[:i]] for i in range(len(block) + 1)]
+    p = scores([row] * len(paths), paths).softmax(-1)
+    w = [1.0]
+    for place, node in enumerate(block):
+        q = _over_vocabulary(drawn, row, paths[place][-1], p.shape[1])
+        _check_distribution(q, paths[place][-1])
+        w.append(min(1.0, w[-1] * _ratio(p[place], q, tokens[node], node)))
+    kept, left = len(block), p[-1]
+    while kept and not chance.coin(w[-1] if kept == len(block) else _share(left, w[kept])):
+        kept -= 1
+        q = _over_vocabulary(drawn, row, paths[kept][-1], p.shape[1])
+        left = (w[kept] * p[kept] - q).clamp_(min=0)
+    last = chance.token(_normalised(left, p[kept]).unsqueeze(0))
+    return paths[kept], [*(tokens[node] for node in block[:kept]), int(last)]
+
+
+def _share(left: Tensor, weight: float) -> float:
+    """h_i from the residual after place i; 1 where p equals q to the last bit."""
+    total = float(left.sum())
+    return total / (total + 1.0 - weight) if total + 1.0 - weight > 0 else 1.0
+
+
+def _ratio(p: Tensor, q: Tensor, token: int, node: int) -> float:
+    """p(x) / q(x) of a drawn node."""
+    if float(q[token]) <= 0:
+        raise DraftTreeError(f"node {node} carries token {token}, which its own draft distribution excludes")
+    return float(p[token] / q[token])
+
+
+def _walk_typical(
+    row: int, children: Children, scores: NodeScores, rule: AcceptRule, chance: Chance
+) -> tuple[list[int], list[int]]:
+    """The deepest path of typical nodes, the likeliest among equals, then a token from p."""
+    level, likelihood = [[0]], [0.0]
+    while True:
+        p = scores([row] * len(level), level).softmax(-1)
+        bound = (rule.delta * torch.exp(-torch.special.entr(p).sum(-1))).clamp(max=rule.epsilon)
+        deeper = [
+            ([*path, child], likelihood[i] + float(p[i, children.tokens[row][child]].log()))
+            for i, path in enumerate(level)
+            for child in children.of(row, path[-1])
+            if bool(p[i, children.tokens[row][child]] > bound[i])
+        ]
+        if not deeper:
+            best = max(range(len(level)), key=lambda i: likelihood[i])
+            last = int(chance.token(p[best : best + 1]))
+            return level[best], [*(children.tokens[row][node] for node in level[best][1:]), last]
+        level, likelihood = [path for path, _ in deeper], [weight for _, weight in deeper]
+
+
 def _try_children(
     row: int, nodes: list[int], tokens: list[int], drawn: Drawn, p: Tensor, q: Tensor, chance: Chance
 ) -> tuple[int | None, Tensor]:
@@ -156,9 +280,7 @@ def _try_children(
     for node in nodes:
         token = tokens[node]
         if _is_drawn(drawn, row, node):
-            if float(q[token]) <= 0:
-                raise DraftTreeError(f"node {node} carries token {token}, which its own draft distribution excludes")
-            if chance.coin(min(1.0, float(p[token] / q[token]))):
+            if chance.coin(min(1.0, _ratio(p, q, token, node))):
                 return node, p
             p = _normalised((p - q).clamp_(min=0), p)
             if not drawn.with_replacement:

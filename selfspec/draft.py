@@ -45,10 +45,41 @@ class Budget:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the target's tokens are picked in this generation."""
+    """How the target's tokens are picked in this generation, as far as drafts can follow it.
+
+    Args:
+        do_sample: sample; otherwise greedy.
+        temperature: of the target's scores.
+        top_k: how many tokens stay; 0 is all.
+        top_p: the likeliest tokens that hold this mass stay; 1 is all.
+        min_p: tokens less likely than this share of the likeliest go; 0 is none.
+    """
 
     do_sample: bool = False
     temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """A draft's logits `[..., Q]` to the q it may draw from, `[..., Q]` float32, shaped as the target's scores are.
+
+        Any q is lossless as long as children are drawn from the very q that is handed over in `Drawn`; one that is
+        shaped like p is accepted more often.
+        """
+        scores = logits.float() / self.temperature
+        if 0 < self.top_k < scores.shape[-1]:
+            least = scores.topk(self.top_k).values[..., -1:]
+            scores = scores.masked_fill(scores < least, float("-inf"))
+        probs = scores.softmax(-1)
+        if self.top_p < 1:
+            ordered, order = probs.sort(descending=True)
+            before = ordered.cumsum(-1) - ordered
+            out = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= self.top_p)
+            probs = probs.masked_fill(out & (probs < ordered[..., :1]), 0.0)
+        if self.min_p > 0:
+            probs = probs.masked_fill(probs < self.min_p * probs.amax(-1, keepdim=True), 0.0)
+        return probs / probs.sum(-1, keepdim=True)
 
 
 @dataclass(frozen=True, eq=False)

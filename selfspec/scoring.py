@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as lp
 
+from selfspec.draft import Sampling
+
 _IGNORE_THE_PAST = (
     lp.TemperatureLogitsWarper,
     lp.TopKLogitsWarper,
@@ -50,6 +52,21 @@ def unsupported_processors(processors: LogitsProcessorList, batch: int) -> list[
     """Names of processors that keep state from call to call, or that count rows when there are several."""
     refused = _CARRY_STATE + (_NEED_THE_ROW_NUMBER if batch > 1 else ())
     return [type(p).__name__ for p in processors if type(p) in refused]
+
+
+def sampling_of(processors: LogitsProcessorList, do_sample: bool, temperature: float = 1.0) -> Sampling:
+    """What drafts may know of the processors; `temperature` counts where no processor applies one."""
+    found: dict[str, Any] = {"temperature": temperature}
+    for processor in processors:
+        if type(processor) is lp.TemperatureLogitsWarper:
+            found["temperature"] = float(processor.temperature)
+        elif type(processor) is lp.TopKLogitsWarper:
+            found["top_k"] = int(processor.top_k)
+        elif type(processor) is lp.TopPLogitsWarper:
+            found["top_p"] = float(processor.top_p)
+        elif type(processor) is lp.MinPLogitsWarper:
+            found["min_p"] = float(processor.min_p)
+    return Sampling(do_sample, **found)
 
 
 class History:

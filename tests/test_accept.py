@@ -7,6 +7,7 @@ tokens is the target's, where the tokens after a round's last one follow the tar
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,12 +19,23 @@ import tiny
 import torch
 from scipy.stats import chisquare
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
+import selfspec
 from selfspec import accept as rules
-from selfspec.accept import accept
-from selfspec.errors import DraftTreeError
-from selfspec.scoring import History, Processors, TreeScores
+from selfspec.accept import AcceptRule, accept
+from selfspec.draft import Sampling
+from selfspec.errors import ConfigError, DraftTreeError
+from selfspec.scoring import History, Processors, TreeScores, sampling_of
 from selfspec.tree import DraftTree, Drawn, TreeShape
 
 TOLERANCE = 1e-6
@@ -111,10 +123,15 @@ class Fixed:
 
 
 PLAIN = LogitsProcessorList()
+TOKEN_WISE = AcceptRule("token-wise")
 
 
-def expected_p(logits: Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> list[float]:
-    """Temperature, then top-k, then top-p, written down anew in float64."""
+def expected_p(
+    logits: Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, cut: str = "", at: float = 0.0
+) -> list[float]:
+    """Temperature, then top-k, then top-p (or one of the rarer cut-offs), written down anew in float64."""
+    if cut:
+        return _cut((logits.double() / temperature).softmax(-1).tolist(), cut, at)
     scaled = (logits.double() / temperature).softmax(-1).tolist()
     order = sorted(range(len(scaled)), key=lambda t: -scaled[t])
     if top_k:
@@ -126,6 +143,21 @@ def expected_p(logits: Tensor, temperature: float = 1.0, top_p: float = 1.0, top
             kept.append(token)
             mass += scaled[token]
     return [scaled[t] / mass if t in kept else 0.0 for t in range(len(scaled))]
+
+
+def _cut(p: list[float], cut: str, at: float) -> list[float]:
+    """min-p (Nguyen et al. 2024), typical-p (Meister et al. 2022), epsilon and eta cut-offs (Hewitt et al. 2022)."""
+    entropy = -sum(x * math.log(x) for x in p)
+    if cut == "typical":
+        kept: set[int] = set()
+        for token in sorted(range(len(p)), key=lambda t: abs(-math.log(p[t]) - entropy)):
+            if sum(p[t] for t in kept) < at:
+                kept.add(token)
+    else:
+        least = {"min-p": at * max(p), "epsilon": at, "eta": min(at, math.sqrt(at) * math.exp(-entropy))}[cut]
+        kept = {t for t, x in enumerate(p) if x >= least}
+    total = sum(p[t] for t in kept)
+    return [x / total if t in kept else 0.0 for t, x in enumerate(p)]
 
 
 @dataclass
@@ -182,7 +214,7 @@ def draft(table: Any, spec: Spec, chance: Branching) -> tuple[DraftTree, list[tu
 Marker = Callable[[DraftTree], DraftTree]
 
 
-def committed(table: Any, spec: Spec, mark: Marker = lambda tree: tree) -> Joint:
+def committed(table: Any, spec: Spec, mark: Marker = lambda tree: tree, rule: AcceptRule | None = None) -> Joint:
     """Weights of the committed runs of tokens, over all draws of draft and target."""
 
     def run(chance: Branching) -> tuple[int, ...]:
@@ -190,7 +222,7 @@ def committed(table: Any, spec: Spec, mark: Marker = lambda tree: tree) -> Joint
         logits = torch.stack([table.logits(path) for path in paths]).unsqueeze(0)
         history = History(torch.zeros(1, 1, dtype=torch.long), 8)
         scores = TreeScores(logits, tree.tokens.tolist(), history, Processors(table.processors))
-        return tuple(accept(mark(tree), scores, True, chance).tokens[0])
+        return tuple(accept(mark(tree), scores, True, chance, rule).tokens[0])
 
     found: Joint = {}
     for weight, tokens in outcomes(run):
@@ -198,7 +230,13 @@ def committed(table: Any, spec: Spec, mark: Marker = lambda tree: tree) -> Joint
     return found
 
 
-def distance(table: Any, spec: Spec, warp: dict[str, Any] | None = None, mark: Marker = lambda tree: tree) -> float:
+def distance(
+    table: Any,
+    spec: Spec,
+    warp: dict[str, Any] | None = None,
+    mark: Marker = lambda tree: tree,
+    rule: AcceptRule | None = None,
+) -> float:
     """Total variation between the first `depth + 1` tokens and the target's own."""
     warp = warp or {}
     length = spec.depth + 1
@@ -219,7 +257,7 @@ def distance(table: Any, spec: Spec, warp: dict[str, Any] | None = None, mark: M
         return found
 
     got: Joint = {}
-    for tokens, weight in committed(table, spec, mark).items():
+    for tokens, weight in committed(table, spec, mark, rule).items():
         for path, part in joint(tokens, weight).items():
             got[path] = got.get(path, 0.0) + part
     wanted = joint((), 1.0)
@@ -260,6 +298,19 @@ WARPS: dict[str, tuple[dict[str, Any], Callable[[], LogitsProcessorList]]] = {
     ),
 }
 
+WARPS |= {
+    f"{cut} at {at}": (
+        {"temperature": 0.8, "cut": cut, "at": at},
+        lambda warper=warper, at=at: LogitsProcessorList([TemperatureLogitsWarper(0.8), warper(at)]),
+    )
+    for cut, at, warper in (
+        ("min-p", 0.3, MinPLogitsWarper),
+        ("typical", 0.7, TypicalLogitsWarper),
+        ("epsilon", 0.15, EpsilonLogitsWarper),
+        ("eta", 0.2, EtaLogitsWarper),
+    )
+}
+
 
 def _cases() -> list[tuple[str, str]]:
     """Every kind of tree with one set of warpers, all sets in turn; the cheap ones with all of them."""
@@ -287,6 +338,117 @@ def test_other_tables_give_the_same_answer(seed: int) -> None:
     for name in ("three siblings without replacement", "chosen before drawn", "reduced draft vocabulary"):
         vocab, spec = SPECS[name]
         assert distance(Table(vocab, 1000 * (seed + 1), processors()), spec, warp) < TOLERANCE, name
+
+
+# Chains of drawn nodes are judged as a block
+
+CHAIN_2 = {(): "d", (0,): "d"}
+CHAIN_4 = {(): "d", (0,): "d", (0, 0): "d", (0, 0, 0): "d"}
+BLOCKS = {
+    "two": (4, Spec(CHAIN_2)),
+    "three": (3, Spec(CHAIN_3)),
+    "four": (2, Spec(CHAIN_4)),
+    "reduced draft vocabulary": (5, Spec(CHAIN_2, token_ids=(4, 1, 2))),
+}
+
+
+@pytest.mark.parametrize("warp", WARPS)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_are_exact_under_every_warper(name: str, warp: str) -> None:
+    vocab, spec = BLOCKS[name]
+    settings, processors = WARPS[warp]
+    for rule in (AcceptRule(), TOKEN_WISE):
+        assert distance(Table(vocab, 21, processors()), spec, settings, rule=rule) < TOLERANCE, rule.name
+
+
+def _expected_length(table: Any, spec: Spec, rule: AcceptRule) -> float:
+    return sum(weight * len(tokens) for tokens, weight in committed(table, spec, rule=rule).items())
+
+
+def test_blocks_never_accept_fewer_tokens_than_the_token_wise_rule_and_often_more() -> None:
+    gains = []
+    for seed in range(12):
+        for vocab, spec in ((3, Spec(CHAIN_2)), (2, Spec(CHAIN_3)), (5, Spec(CHAIN_2, token_ids=(4, 1, 2)))):
+            table = Table(vocab, 50 + 2 * seed, PLAIN)
+            block, single = (_expected_length(table, spec, rule) for rule in (AcceptRule(), TOKEN_WISE))
+            gains.append(block - single)
+    assert min(gains) > -1e-6
+    assert sum(gain > 1e-3 for gain in gains) > len(gains) / 2
+
+
+def test_expected_lengths_of_a_block_are_those_of_the_paper() -> None:
+    # Sun et al. 2024, section 2: p = (1/3, 2/3), q = (2/3, 1/3), two tokens: 10/9 token by token, 11/9 by block.
+    table = Fixed([1 / 3, 2 / 3], [2 / 3, 1 / 3], PLAIN)
+    assert _expected_length(table, Spec(CHAIN_2), TOKEN_WISE) - 1 == pytest.approx(10 / 9, abs=1e-5)
+    assert _expected_length(table, Spec(CHAIN_2), AcceptRule()) - 1 == pytest.approx(11 / 9, abs=1e-5)
+
+
+def test_the_residual_of_a_single_token_is_wrong_for_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, spec = Table(3, 9, PLAIN), Spec(CHAIN_3)
+    assert distance(table, spec) < TOLERANCE
+    monkeypatch.setattr(rules, "_share", lambda left, weight: weight)
+    found = distance(table, spec)
+    assert found > 1e-3, f"total variation {found:.2e}"
+
+
+# A lossy rule, on request
+
+
+def test_typical_acceptance_takes_the_deepest_typical_path_and_then_a_token_of_the_target() -> None:
+    p = [0.5, 0.3, 0.15, 0.05]  # entropy 1.142, so the bound is min(0.25, 0.8 exp(-1.142)) = 0.25
+    rule = AcceptRule("lossy-typical", epsilon=0.25, delta=0.8)
+    joint = committed(Fixed(p, [0.4, 0.3, 0.2, 0.1], PLAIN), Spec({(): "01", (1,): "1"}), rule=rule)
+    assert joint == pytest.approx({(1, 1, token): weight for token, weight in enumerate(p)}, abs=1e-6)
+    none_is_typical = AcceptRule("lossy-typical", epsilon=1.0, delta=1.0)
+    joint = committed(Fixed([0.25] * 4, [0.4, 0.3, 0.2, 0.1], PLAIN), Spec({(): "01"}), rule=none_is_typical)
+    assert {len(tokens) for tokens in joint} == {1}
+
+
+def test_typical_acceptance_is_seen_to_be_lossy_by_the_enumeration() -> None:
+    rule = AcceptRule("lossy-typical")
+    assert rule.lossy
+    assert not AcceptRule().lossy
+    assert distance(Table(5, 3, PLAIN), Spec({(): "01"}), rule=rule) > 0.1
+
+
+@pytest.mark.parametrize("wrong", [{"name": "typical"}, {"epsilon": 0.0}, {"delta": 1.5}], ids=str)
+def test_rules_that_do_not_exist_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        AcceptRule(**wrong)
+
+
+def test_a_patched_model_says_that_its_rule_is_lossy() -> None:
+    model = tiny.model("llama")
+    with oracle.patched(model, oracle.Oracle([[0]], oracle.chain(2)), accept="lossy-typical"):
+        model.generate(tiny.text(1, 4), max_new_tokens=4, do_sample=True)
+        assert model.speculation.report()["lossy"]
+        assert "LOSSY accept rule lossy-typical" in str(model.speculation.report())
+    with pytest.raises(ConfigError, match="use one of lossless"):
+        selfspec.patch(model, "lookup", accept="typical")
+
+
+# What drafts are told, and what they may draw from
+
+SHAPES: dict[str, tuple[dict[str, Any], list[Any]]] = {
+    "temperature": ({"temperature": 0.6}, [TemperatureLogitsWarper(0.6)]),
+    "top-k": ({"temperature": 1.5, "top_k": 7}, [TemperatureLogitsWarper(1.5), TopKLogitsWarper(7)]),
+    "top-p": ({"top_p": 0.7}, [TopPLogitsWarper(0.7)]),
+    "min-p": ({"min_p": 0.2}, [MinPLogitsWarper(0.2)]),
+    "all": (
+        {"temperature": 0.8, "top_k": 9, "top_p": 0.8, "min_p": 0.05},
+        [TemperatureLogitsWarper(0.8), TopKLogitsWarper(9), TopPLogitsWarper(0.8), MinPLogitsWarper(0.05)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_drafts_are_told_how_p_is_shaped_and_can_shape_q_alike(name: str) -> None:
+    settings, warpers = SHAPES[name]
+    sampling = sampling_of(LogitsProcessorList(warpers), True)
+    assert sampling == Sampling(True, **settings)
+    logits = 2 * torch.randn(2, 6, 40, generator=torch.Generator().manual_seed(1))
+    wanted = LogitsProcessorList(warpers)(torch.zeros(12, 1).long(), logits.flatten(0, 1)).softmax(-1)
+    assert torch.allclose(sampling.probs(logits).flatten(0, 1), wanted, atol=1e-6)
 
 
 # Errors planted on purpose: the check above must see them
@@ -409,7 +571,7 @@ def test_a_chain_accepts_with_the_overlap_of_p_and_q_and_replaces_by_the_residua
 
 
 def test_a_fully_accepted_chain_ends_with_a_token_of_the_target() -> None:
-    joint = committed(Fixed(*PQ, PLAIN), Spec(CHAIN_3))
+    joint = committed(Fixed(*PQ, PLAIN), Spec(CHAIN_3), rule=TOKEN_WISE)
     whole = sum(weight for tokens, weight in joint.items() if len(tokens) == 4)
     assert whole == pytest.approx(0.6**3, abs=1e-6)
     last = [sum(w for t, w in joint.items() if len(t) == 4 and t[3] == v) / whole for v in range(3)]
