@@ -19,16 +19,9 @@ from torch import Tensor, nn
 from selfspec.cache import SlotCache
 from selfspec.draft import Budget, DraftState, Needs, Sampling, Verified, last_of
 from selfspec.errors import ConfigError
-from selfspec.head import DraftHead, HeadConfig, HeadLoss
+from selfspec.head import DraftHead, HeadLoss
 from selfspec.heads.layers import DecoderLayer, LayerShape, RMSNorm, StepStore, rotary
-from selfspec.heads.losses import (
-    agreement,
-    denominator,
-    feature_distance,
-    soft_cross_entropy,
-    taught_places,
-    teacher_probs,
-)
+from selfspec.heads.losses import TaughtConfig, denominator, feature_distance, learn, taught_places, teach
 from selfspec.heads.trees import CandidatePool
 from selfspec.registry import register
 from selfspec.target import Target
@@ -38,7 +31,7 @@ _ROOM = 512
 
 
 @dataclass(kw_only=True)
-class EagleConfig(HeadConfig):
+class EagleConfig(TaughtConfig):
     """Configuration of an EAGLE head. Dimensions of 0 are taken from the target.
 
     Published EAGLE-1 heads have `input_norms`, `layer_norm` and `output_norm` false.
@@ -61,7 +54,7 @@ class EagleConfig(HeadConfig):
         tree_top_k: beams, and children considered per beam.
         steps: passes of training; each after the first reads the guesses of the one before.
         step_decay: pass s counts `step_decay ** s` in the loss.
-        token_weight: weight of the cross entropy.
+        token_weight: weight of the loss on tokens.
         feature_weight: weight of the distance between features.
     """
 
@@ -237,7 +230,7 @@ class Eagle(DraftHead):
         truth = verified.hidden.to(self.fc.weight.dtype)
         row, column = taught_places(verified, mask)
         taught = truth[row, column]
-        probs = teacher_probs(self.output.teach(taught))
+        teacher = teach(self.output, taught, self.config.teacher_top_k)
         stores = [StepStore() for _ in self.layers]
         positions = torch.arange(truth.shape[1], device=truth.device).unsqueeze(0)
         features, config = truth, self.config
@@ -246,13 +239,13 @@ class Eagle(DraftHead):
             look = unrolled_mask(truth.shape[1], step, truth.device) if step else None
             guesses = self._run(features, verified.next_tokens, positions, look, stores)
             guess = guesses[row, column - 1]
-            logits = self.output(guess)
             real = (column > step).float()
-            places = config.token_weight * soft_cross_entropy(logits, probs)
+            score = learn(self.output, guess, teacher, real, config)
+            total = config.token_weight * score.loss
             if config.feature_weight:
-                places = places + config.feature_weight * feature_distance(guess, taught)
-            loss = loss + config.step_decay**step * (real * places).sum()
-            correct.append((real * agreement(logits, probs)).sum())
+                total = total + config.feature_weight * (real * feature_distance(guess, taught)).sum()
+            loss = loss + config.step_decay**step * total
+            correct.append(score.correct)
             seen.append(real.sum())
             features = torch.cat([truth[:, :1], guesses[:, :-1]], 1)
         counts = torch.stack(seen)

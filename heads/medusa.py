@@ -14,9 +14,9 @@ from torch import Tensor
 
 from selfspec.draft import Budget, DraftState, Needs, Sampling, Verified, last_of
 from selfspec.errors import ConfigError
-from selfspec.head import DraftHead, DraftOutput, HeadConfig, HeadLoss
+from selfspec.head import DraftHead, DraftOutput, HeadLoss
 from selfspec.heads.layers import ResidualBlocks
-from selfspec.heads.losses import agreement, denominator, soft_cross_entropy, taught_places, teacher_probs
+from selfspec.heads.losses import TaughtConfig, denominator, learn, taught_places, teach
 from selfspec.heads.trees import check_choices, cut_choices, default_choices
 from selfspec.registry import register
 from selfspec.target import Target
@@ -24,7 +24,7 @@ from selfspec.tree import DraftTree, Path, TreeShape, shape_from_choices
 
 
 @dataclass(kw_only=True)
-class MedusaConfig(HeadConfig):
+class MedusaConfig(TaughtConfig):
     """Configuration of Medusa heads.
 
     Args:
@@ -124,7 +124,7 @@ class Medusa(DraftHead):
         return self._layouts[key]
 
     def loss(self, verified: Verified, mask: Tensor, items: Tensor | None = None) -> HeadLoss:
-        """Sum over heads of `head_decay ** j` times the cross entropy with the target's distribution.
+        """Sum over heads of `head_decay ** j` times the configured loss against the target's distribution.
 
         The teacher of head j at place i is the target at place i + 1 + j, from the same features, given a token of
         the draft vocabulary. `correct` counts where a head's first choice is the teacher's first choice.
@@ -132,15 +132,16 @@ class Medusa(DraftHead):
         assert verified.hidden is not None
         hidden = verified.hidden.to(self.blocks.weight.dtype)
         row, column = taught_places(verified, mask)
-        probs = teacher_probs(self.output.teach(hidden[row, column]))
+        teacher = teach(self.output, hidden[row, column], self.config.teacher_top_k)
         moved = self.blocks(hidden.flatten(0, 1)).unflatten(1, hidden.shape[:2])
         loss, correct, seen = hidden.new_zeros((), dtype=torch.float32), [], []
         for j in range(self.config.num_heads):
             real = (column > j).float()
             stack = j if self.config.output_per_head else None
-            logits = self.output(moved[j, row, (column - 1 - j).clamp_min(0)], stack)
-            loss = loss + self.config.head_decay**j * (real * soft_cross_entropy(logits, probs)).sum()
-            correct.append((real * agreement(logits, probs)).sum())
+            guess = moved[j, row, (column - 1 - j).clamp_min(0)]
+            score = learn(self.output, guess, teacher, real, self.config, stack)
+            loss = loss + self.config.head_decay**j * score.loss
+            correct.append(score.correct)
             seen.append(real.sum())
         counts = torch.stack(seen)
         return HeadLoss(loss / denominator(counts[0], items), torch.stack(correct), counts)
