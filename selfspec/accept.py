@@ -10,7 +10,9 @@ nothing about it can be lossy.
 Nodes drawn from q: multi-round speculative sampling (Leviathan et al. 2023, Chen et al. 2023; siblings: SpecInfer, Miao
 et al. 2024, Algorithm 2). Children are tried in order, each accepted with min(1, p(x)/q(x)); after a refusal
 p <- norm(max(0, p - q)), and if siblings are drawn without replacement q <- norm(q without x). If no child is accepted
-the token is drawn from what is left of p. A chosen child among drawn ones is a draw from a point mass at x.
+the token is drawn from what is left of p. A chosen child among drawn ones is a draw from a point mass at x. Siblings
+drawn by different drafts are each judged by their own q. A token that two drafts drew cannot be accepted the second
+time (its residual is 0 by then), but that second draw still takes its q off the residual: leaving it out is lossy.
 
 A chain of drawn nodes is judged as a whole: block verification (Sun et al. 2024, "Block Verification Accelerates
 Speculative Decoding", Algorithm 2) is as exact and never accepts fewer tokens in expectation.
@@ -190,11 +192,12 @@ def _walk_drawn(
     path, tokens = [0], []
     while True:
         p = scores([row], [path])[0].softmax(-1)
-        q = _over_vocabulary(drawn, row, path[-1], p.numel())
         nodes = children.of(row, path[-1])
-        if any(_is_drawn(drawn, row, node) for node in nodes):
+        origin = {node: _source(drawn, row, node, path[-1]) for node in nodes if _is_drawn(drawn, row, node)}
+        by_source = {source: _over_vocabulary(drawn, row, source, p.numel()) for source in set(origin.values())}
+        for q in by_source.values():
             _check_distribution(q, path[-1])
-        child, p = _try_children(row, nodes, children.tokens[row], drawn, p, q, chance)
+        child, p = _try_children(nodes, children.tokens[row], origin, drawn.with_replacement, p, by_source, chance)
         if child is None:
             tokens.append(int(chance.token(p.unsqueeze(0))))
             return path, tokens
@@ -227,13 +230,13 @@ def _judge_block(
     p = scores([row] * len(paths), paths).softmax(-1)
     w = [1.0]
     for place, node in enumerate(block):
-        q = _over_vocabulary(drawn, row, paths[place][-1], p.shape[1])
+        q = _over_vocabulary(drawn, row, _source(drawn, row, node, paths[place][-1]), p.shape[1])
         _check_distribution(q, paths[place][-1])
         w.append(min(1.0, w[-1] * _ratio(p[place], q, tokens[node], node)))
     kept, left = len(block), p[-1]
     while kept and not chance.coin(w[-1] if kept == len(block) else _share(left, w[kept])):
         kept -= 1
-        q = _over_vocabulary(drawn, row, paths[kept][-1], p.shape[1])
+        q = _over_vocabulary(drawn, row, _source(drawn, row, block[kept], paths[kept][-1]), p.shape[1])
         left = (w[kept] * p[kept] - q).clamp_(min=0)
     last = chance.token(_normalised(left, p[kept]).unsqueeze(0))
     return paths[kept], [*(tokens[node] for node in block[:kept]), int(last)]
@@ -274,22 +277,44 @@ def _walk_typical(
 
 
 def _try_children(
-    row: int, nodes: list[int], tokens: list[int], drawn: Drawn, p: Tensor, q: Tensor, chance: Chance
+    nodes: list[int],
+    tokens: list[int],
+    origin: dict[int, int],
+    with_replacement: bool,
+    p: Tensor,
+    by_source: dict[int, Tensor],
+    chance: Chance,
 ) -> tuple[int | None, Tensor]:
-    """The accepted child, or None and the residual of p."""
+    """The accepted child, or None and the residual of p.
+
+    Args:
+        nodes: siblings in order.
+        tokens: of all nodes of the row.
+        origin: the source of each drawn sibling.
+        with_replacement: see `Drawn`.
+        p: `[V]`.
+        by_source: `[V]` each, q of each source; changed when drawn without replacement.
+        chance: where randomness comes from.
+    """
     for node in nodes:
         token = tokens[node]
-        if _is_drawn(drawn, row, node):
+        if node in origin:
+            q = by_source[origin[node]]
             if chance.coin(min(1.0, _ratio(p, q, token, node))):
                 return node, p
             p = _normalised((p - q).clamp_(min=0), p)
-            if not drawn.with_replacement:
-                q = _without(q, token)
+            if not with_replacement:
+                by_source[origin[node]] = _without(q, token)
         else:
             if chance.coin(float(p[token])):
                 return node, p
             p = _without(p, token)
     return None, p
+
+
+def _source(drawn: Drawn, row: int, node: int, parent: int) -> int:
+    """The row of `probs` that a drawn node came from."""
+    return parent if drawn.sources is None else int(drawn.sources[row, node])
 
 
 def _is_drawn(drawn: Drawn, row: int, node: int) -> bool:
@@ -303,8 +328,8 @@ def _check_distribution(q: Tensor, node: int) -> None:
         raise DraftTreeError(f"the draft distribution at node {node} sums to {total:.4g}, wanted 1; give softmax(q)")
 
 
-def _over_vocabulary(drawn: Drawn, row: int, node: int, vocab_size: int) -> Tensor:
-    q = drawn.probs[row, node].float()
+def _over_vocabulary(drawn: Drawn, row: int, source: int, vocab_size: int) -> Tensor:
+    q = drawn.probs[row, source].float()
     if drawn.token_ids is None:
         return q
     return q.new_zeros(vocab_size).scatter_(0, drawn.token_ids, q)

@@ -6,7 +6,7 @@ Letters: B rows, N tree nodes, Q size of the draft's vocabulary, R is 1 (all row
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -94,18 +94,32 @@ class TreeShape:
 class Drawn:
     """The distributions that drawn nodes really came from, without which sampling is not lossless.
 
+    Whether a node is in the tree may depend on the draws of nodes before it, never on its own or on later ones: a tree
+    from which unlikely draws were removed is not drawn from q any more.
+
     Args:
-        probs: `[B, N, Q]` float32; row i is the distribution from which the children of node i were drawn.
+        probs: `[B, R, Q]` float32; without `sources` R is N and row i is the distribution from which the children of
+            node i were drawn.
         drawn: `[B, N]` bool, which nodes were drawn; the others were chosen without chance. None means all.
         with_replacement: whether siblings were drawn independently. If not, each sibling was drawn from the
-            distribution with its elder siblings removed and the rest renormalised.
+            distribution with its elder siblings from the same row of `probs` removed and the rest renormalised.
         token_ids: `[Q]` int64, the target's token id of each column; None when Q is the target's vocabulary.
+        sources: `[B, N]` int64, the row of `probs` that each node was drawn from, so that siblings may come from
+            different drafts; None means the row of its parent. Entries of nodes that were not drawn are not read.
     """
 
     probs: Tensor
     drawn: Tensor | None = None
     with_replacement: bool = True
     token_ids: Tensor | None = None
+    sources: Tensor | None = None
+
+    def keep(self, index: Tensor) -> Drawn:
+        """The record of the nodes in `index` (`[M]`, see `TreeShape.keep`)."""
+        flags = None if self.drawn is None else self.drawn[:, index]
+        if self.sources is None:
+            return replace(self, probs=self.probs[:, index], drawn=flags)
+        return replace(self, drawn=flags, sources=self.sources[:, index])
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,10 +172,7 @@ class DraftTree:
         if self.shape.max_depth <= depth:
             return self
         index = (self.shape.depth <= depth).any(0).nonzero().squeeze(1)
-        drawn = self.drawn
-        if drawn is not None:
-            flags = None if drawn.drawn is None else drawn.drawn[:, index]
-            drawn = Drawn(drawn.probs[:, index], flags, drawn.with_replacement, drawn.token_ids)
+        drawn = None if self.drawn is None else self.drawn.keep(index)
         shape = self.shape.keep(index)
         if shape.parents.shape[0] > 1:
             shallow = (self.shape.depth <= depth)[:, index]
@@ -189,10 +200,22 @@ class DraftTree:
             if links is not None and (links.ndim != 2 or links.shape[0] not in (1, batch) or links.shape[1] != nodes):
                 raise DraftTreeError(f"{name} have shape {tuple(links.shape)}, wanted (1 or {batch}, {nodes})")
         if self.drawn is not None:
-            ids = self.drawn.token_ids
-            wanted = (batch, nodes, vocab_size if ids is None else ids.numel())
-            if tuple(self.drawn.probs.shape) != wanted:
-                raise DraftTreeError(f"draft distributions have shape {tuple(self.drawn.probs.shape)}, wanted {wanted}")
+            _check_drawn(self.drawn, batch, nodes, vocab_size)
+
+
+def _check_drawn(drawn: Drawn, batch: int, nodes: int, vocab_size: int) -> None:
+    columns = vocab_size if drawn.token_ids is None else drawn.token_ids.numel()
+    found, sources = tuple(drawn.probs.shape), drawn.sources
+    wanted = (batch, nodes if sources is None or len(found) < 2 else found[1], columns)
+    if found != wanted:
+        raise DraftTreeError(f"draft distributions have shape {found}, wanted {wanted}")
+    if sources is None:
+        return
+    if tuple(sources.shape) != (batch, nodes):
+        raise DraftTreeError(f"sources of drawn nodes have shape {tuple(sources.shape)}, wanted {(batch, nodes)}")
+    read = sources[:, 1:] if drawn.drawn is None else sources[drawn.drawn]
+    if bool(((read < 0) | (read >= found[1])).any()):
+        raise DraftTreeError(f"sources of drawn nodes must be rows 0..{found[1] - 1} of probs, got {read.tolist()}")
 
 
 def shape_from_choices(choices: Iterable[Sequence[int]]) -> tuple[TreeShape, list[Path]]:

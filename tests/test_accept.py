@@ -463,9 +463,10 @@ def _same(probs: Tensor, token: int) -> Tensor:
 
 
 def _divided_by_count(
-    row: int, nodes: list[int], tokens: list[int], drawn: Drawn, p: Tensor, q: Tensor, chance: Any
+    nodes: list[int], tokens: list[int], origin: Any, repeat: bool, p: Tensor, by_source: dict[int, Tensor], chance: Any
 ) -> tuple[int | None, Tensor]:
     """Accept each of c children with p / (c q); after that sample from the target."""
+    q = next(iter(by_source.values()), p)
     for node in nodes:
         ratio = float(p[tokens[node]] / (len(nodes) * q[tokens[node]]))
         if chance.coin(min(1.0, ratio)):
@@ -537,8 +538,17 @@ def test_judging_chosen_children_with_soft_q_is_seen() -> None:
 
 def test_a_residual_not_carried_to_the_next_sibling_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(
-        row: int, nodes: list[int], tokens: list[int], drawn: Drawn, p: Tensor, q: Tensor, chance: Any
+        nodes: list[int],
+        tokens: list[int],
+        origin: Any,
+        repeat: bool,
+        p: Tensor,
+        by_source: dict[int, Tensor],
+        chance: Any,
     ) -> tuple[int | None, Tensor]:
+        if not nodes:
+            return None, p
+        q = next(iter(by_source.values()))
         for node in nodes:
             if chance.coin(min(1.0, float(p[tokens[node]] / q[tokens[node]]))):
                 return node, p
