@@ -2,7 +2,7 @@
 
 A token that two drafts put at the same place becomes one node, which has the children of both. Unless both chose it
 without chance, a second node without children stays beside the first: the accept rule must still hear of that draw (see
-`selfspec.accept`), and which siblings there are, and with them the rule that applies, must not depend on what was drawn.
+`selfspec.accept`), and which siblings there are, and with them the rule that applies, must not depend on the draw.
 
 Letters: B rows, N nodes of the merged tree, K nodes of one part's tree, R rows of draft distributions, V vocabulary.
 """

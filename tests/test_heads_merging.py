@@ -141,6 +141,25 @@ def test_distributions_merged_wrongly_are_seen(wrong: Merge, monkeypatch: pytest
     assert found > 0.01, f"total variation {found:.2e}"
 
 
+def test_a_chain_judged_as_a_block_only_where_the_draw_equals_the_choice_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both = drafters(3, [Spec(LINE), Spec({(): "0"})])
+
+    def wrong(trees: Sequence[DraftTree]) -> DraftTree:
+        found = merge(trees, True, 3).tree
+        assert found.drawn is not None
+        index = torch.tensor([0, 1, 3])
+        if found.tokens[0, 1] != found.tokens[0, 2]:
+            return found
+        return DraftTree(found.tokens[:, index], found.shape.keep(index), found.drawn.keep(index))
+
+    table = Table(3, 3, PLAIN)
+    assert distance(table, both, monkeypatch) < TOLERANCE
+    found = distance(table, both, monkeypatch, join=wrong)
+    assert found > 0.001, f"total variation {found:.2e}"
+
+
 def test_a_second_draft_raises_the_chance_of_acceptance_to_what_the_paper_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
