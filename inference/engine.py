@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from selfspec.accept import Accepted, TorchChance, accept
+from selfspec.cache import SlotCache
 from selfspec.draft import Budget, Draft, Verified
 from selfspec.inference.output import Output
 from selfspec.inference.request import Request, Result
@@ -93,7 +94,10 @@ class Generation:
         following[torch.arange(len(first), device=counts.device), counts - 1] = torch.tensor(
             first, device=self.tokens.device
         )
-        return Verified(self.tokens, following, counts, out.hidden, out.layers)
+        return Verified(self.tokens, following, counts, out.hidden, out.layers, cache=self._shown_cache())
+
+    def _shown_cache(self) -> SlotCache | None:
+        return self.cache if self.draft.needs.cache else None
 
     def round(self) -> None:
         """One pass of the target over a tree of guesses, and all that follows from it."""
@@ -169,7 +173,7 @@ class Generation:
 
         hidden = None if out.hidden is None else along(out.hidden)
         layers = tuple(along(layer) for layer in out.layers)
-        return Verified(along(tree.tokens), following, counts, hidden, layers, nodes)
+        return Verified(along(tree.tokens), following, counts, hidden, layers, nodes, self._shown_cache())
 
     def _continue_with(self, going: Sequence[int]) -> None:
         """Drop the rows that ended, so that they stop costing; the last ones stay in the cache for the caller."""

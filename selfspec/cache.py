@@ -8,7 +8,8 @@ Row b holds its committed tokens in slots 0..length[b]-1, without padding. A tre
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,12 +19,16 @@ from selfspec.hf import Cache, CacheLayerMixin, DummyLayer, dynamic_cache
 
 
 class Slots:
-    """Lengths of the rows, shared by all layers of a cache, and what follows from them for the pass at hand."""
+    """Lengths of the rows, shared by all layers of a cache, and what follows from them for the pass at hand.
+
+    `behind` is how many uncommitted slots after the committed ones hold nodes of a draft that this pass may look at.
+    """
 
     def __init__(self, batch: int, capacity: int, device: torch.device) -> None:
         self.lengths = [0] * batch
         self.capacity = capacity
         self.device = device
+        self.behind = 0
         self._index: Tensor | None = None
 
     @property
@@ -38,15 +43,21 @@ class Slots:
     def index(self, new: int) -> Tensor:
         """`[B, new]` int64: the slots that `new` tokens of each row go to."""
         if self._index is None or self._index.shape[1] != new:
-            self._index = self.lengths_tensor().unsqueeze(1) + torch.arange(new, device=self.device)
+            start = self.lengths_tensor().unsqueeze(1) + self.behind
+            self._index = start + torch.arange(new, device=self.device)
         return self._index
 
     def view(self, window: int | None, new: int) -> tuple[int, int]:
         """First and end slot that a pass over `new` tokens can see in a layer with this window."""
-        end = max(self.lengths) + new
+        end = max(self.lengths) + self.behind + new
         if window is None:
             return 0, end
         return max(0, min(self.lengths) - window + 1), end
+
+    def set_behind(self, nodes: int) -> None:
+        """Say how many nodes of a draft stand behind the committed slots."""
+        self.behind = nodes
+        self._index = None
 
     def advance(self, counts: Sequence[int]) -> None:
         """Commit `counts[b]` more slots of each row."""
@@ -110,7 +121,7 @@ class SlotLayer(CacheLayerMixin):
     def _write(self, storage: Tensor, new: Tensor) -> None:
         count = new.shape[-2]
         if self.slots.uniform:
-            start = self.slots.lengths[0]
+            start = self.slots.lengths[0] + self.slots.behind
             storage[:, :, start : start + count] = new
         else:
             storage.scatter_(2, _spread(self.slots.index(count).to(new.device), new), new)
@@ -130,8 +141,8 @@ class SlotLayer(CacheLayerMixin):
             self.stored_keys, self.stored_values = self.stored_keys[rows], self.stored_values[rows]
 
     def get_seq_length(self) -> int:
-        """Committed tokens of the longest row."""
-        return max(self.slots.lengths)
+        """Tokens of the longest row before this pass."""
+        return max(self.slots.lengths) + self.slots.behind
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Number of visible slots and the first of them."""
@@ -175,6 +186,19 @@ class SlotCache(Cache):
     def commit(self, counts: Sequence[int]) -> None:
         """Keep the first `counts[b]` of the tokens just written."""
         self.slots.advance(counts)
+
+    @contextmanager
+    def drafting(self, nodes: int) -> Iterator[None]:
+        """Passes in this block write after `nodes` nodes of a draft, which stand behind the committed slots.
+
+        Nothing is committed; when the block ends the cache is as before, but for the uncommitted slots.
+        """
+        before = self.slots.behind
+        self.slots.set_behind(nodes)
+        try:
+            yield
+        finally:
+            self.slots.set_behind(before)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep these nodes of the tree just written, in path order (the root, node 0, first); drop all others.

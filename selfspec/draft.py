@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from selfspec.cache import SlotCache
 from selfspec.tree import DraftTree
 
 
@@ -24,10 +25,12 @@ class Needs:
     Args:
         hidden: the last hidden state, after the final norm (what the output head reads).
         layers: indices into transformers' `hidden_states`: k is the input of block k, 0 the embedding output.
+        cache: the target's own cache, for drafts that run a part of the target (see `Verified.cache`).
     """
 
     hidden: bool = False
     layers: tuple[int, ...] = ()
+    cache: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,9 @@ class Verified:
         hidden: `[B, T, D]`, after the final norm; None unless needed.
         layers: one `[B, T, D]` per tapped layer, in the order of `Needs.layers`.
         nodes: `[B, T]` int64, the node of the proposed tree each place came from (the root first); None at `begin`.
+        cache: the target's cache, which holds the committed tokens but the newest (the engine keeps it and drops rows
+            that ended); None unless needed. A draft may write behind the committed slots (`SlotCache.drafting`) and
+            must leave all else as it is.
     """
 
     tokens: Tensor
@@ -104,6 +110,7 @@ class Verified:
     hidden: Tensor | None = None
     layers: tuple[Tensor, ...] = ()
     nodes: Tensor | None = None
+    cache: SlotCache | None = None
 
     @property
     def root(self) -> Tensor:

@@ -22,19 +22,15 @@ from selfspec.vocab import DraftVocab
 
 FORMAT_VERSION = 1
 
-C = TypeVar("C", bound="HeadConfig")
+C = TypeVar("C", bound="DraftConfig")
 
 
 @dataclass(kw_only=True)
-class HeadConfig:
-    """Fields of `config.json` that every head has.
+class DraftConfig:
+    """Fields of `config.json` that every draft made for one base model has, with weights of its own or without.
 
     Args:
         kind: registry name of the method.
-        hidden_size: D of the base model; 0 takes it from the target.
-        vocab_size: V of the base model; 0 takes it from the target.
-        draft_vocab_size: Q; 0 means the whole vocabulary.
-        own_output: train an output head of its own instead of borrowing the target's rows.
         base_model: hub id (or name) of the base model.
         base_revision: commit of the base model, if known.
         base_fingerprint: see `selfspec.fingerprint`.
@@ -42,10 +38,6 @@ class HeadConfig:
     """
 
     kind: str = ""
-    hidden_size: int = 0
-    vocab_size: int = 0
-    draft_vocab_size: int = 0
-    own_output: bool = False
     base_model: str = ""
     base_revision: str | None = None
     base_fingerprint: str = ""
@@ -72,6 +64,23 @@ class HeadConfig:
         if unknown:
             raise ConfigError(f"unknown keys {unknown} in the head's config; known: {sorted(known)}")
         return cls(**values)
+
+
+@dataclass(kw_only=True)
+class HeadConfig(DraftConfig):
+    """Fields of `config.json` that every head has.
+
+    Args:
+        hidden_size: D of the base model; 0 takes it from the target.
+        vocab_size: V of the base model; 0 takes it from the target.
+        draft_vocab_size: Q; 0 means the whole vocabulary.
+        own_output: train an output head of its own instead of borrowing the target's rows.
+    """
+
+    hidden_size: int = 0
+    vocab_size: int = 0
+    draft_vocab_size: int = 0
+    own_output: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,11 +25,14 @@ from selfspec.errors import UnsupportedModel
 MIN_VERSION, END_VERSION = Version("5.24"), Version("5.40")
 MASKED_ATTENTION = ("eager", "sdpa")
 """Attention back ends that take an arbitrary 4-D mask."""
+_ATTENTION = ("self_attn", "self_attention", "attention", "attn")
+_MLP = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
 
 __all__ = [
     "Cache",
     "CacheLayerMixin",
     "DummyLayer",
+    "attention_of",
     "blocks_of",
     "check_version",
     "config_of",
@@ -37,6 +40,7 @@ __all__ = [
     "dynamic_cache",
     "layer_windows",
     "mask_kinds",
+    "mlp_of",
     "rope_switch",
     "sample_plainly",
     "supports_logits_to_keep",
@@ -71,6 +75,21 @@ def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
     if not lists:
         raise UnsupportedModel(f"{type(model).__name__} holds no list of {wanted} decoder blocks to read from")
     return lists[0]
+
+
+def attention_of(block: nn.Module) -> nn.Module | None:
+    """The attention of a decoder block; None if it is no module of its own under a usual name."""
+    return _child(block, _ATTENTION)
+
+
+def mlp_of(block: nn.Module) -> nn.Module | None:
+    """The MLP (or mixture of experts) of a decoder block; None if it is no module of its own under a usual name."""
+    return _child(block, _MLP)
+
+
+def _child(block: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
+    children = dict(block.named_children())
+    return next((children[name] for name in names if name in children), None)
 
 
 def layer_windows(config: Any) -> list[int | type[DummyLayer] | None]:

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec import hf
-from selfspec.cache import SlotCache
+from selfspec.cache import SlotCache, Slots
 from selfspec.draft import Needs
+from selfspec.draft_pass import DraftPasses, resume
 from selfspec.errors import UnsupportedModel
 from selfspec.masks import as_attention_mask, tree_positions, visible
 from selfspec.output_head import FewRowsHead
-from selfspec.tree import DraftTree
+from selfspec.tree import Computed, DraftTree, TreeShape
 
 _PROBE = (8, 64)
 _ADDS_BIAS_FROM_A_2D_MASK = {"bloom", "mpt"}
@@ -77,6 +78,7 @@ class Target:
         self._handles: list[Any] = [hf.decoder_of(model).register_forward_hook(self._catch_hidden)]
         self._tapped: set[int] = set()
         self._few_rows: FewRowsHead | None = None
+        self._passes: DraftPasses | None = None
 
     def _refuse_unsupported(self) -> None:
         name, config = type(self.model).__name__, self.config
@@ -236,21 +238,44 @@ class Target:
         slots = cache.slots
         mask: Tensor | dict[str, Tensor] | None = None
         if tree.nodes > 1 or not slots.uniform:
-            masks = {
-                kind: as_attention_mask(visible(tree.shape, slots, window), self.attention, self.dtype)
-                for kind, window in self.mask_kinds.items()
-            }
-            mask = masks[None] if None in masks else {str(kind): m for kind, m in masks.items()}
+            mask = self.tree_mask(tree.shape, slots, tree.nodes)
         positions = tree_positions(tree.shape, slots).expand_as(tree.tokens)
         head = self._head_for_few_rows()
+        computed = self._finish(tree, cache, needs)
         if head is None:
-            return self._forward(tree.tokens, cache, mask, positions, 0, needs)
-        with self._tap(needs) as tap:
+            with resume(computed):
+                return self._forward(tree.tokens, cache, mask, positions, 0, needs)
+        with self._tap(needs) as tap, resume(computed):
             hidden = self._last_hidden(
                 tree.tokens, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True
             )
         layers = tuple(tap.layers[k] for k in needs.layers)
         return TargetOutput(self.finish_logits(head(hidden)), hidden if needs.hidden else None, layers)
+
+    def _finish(self, tree: DraftTree, cache: SlotCache, needs: Needs) -> Computed | None:
+        """What the draft has computed of the tree, for all nodes; None when it must be computed in full."""
+        if tree.computed is None or any(layer < tree.computed.layer for layer in needs.layers):
+            return None
+        return self.passes.finish(tree.shape, tree.tokens, cache, tree.computed)
+
+    def tree_mask(self, shape: TreeShape, slots: Slots, new: int) -> Tensor | dict[str, Tensor]:
+        """What `forward` takes as attention mask for the last `new` nodes of a tree, `[B or 1, 1, new, S]` each."""
+        masks = {
+            kind: as_attention_mask(visible(shape, slots, window)[:, -new:], self.attention, self.dtype)
+            for kind, window in self.mask_kinds.items()
+        }
+        return masks[None] if None in masks else {str(kind): mask for kind, mask in masks.items()}
+
+    @property
+    def passes(self) -> DraftPasses:
+        """Cheap passes of this model, for drafts; the first use wraps parts of it, `release` unwraps them."""
+        if self._passes is None:
+            self._passes = DraftPasses(self)
+        return self._passes
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Last hidden states `[..., D]` to the model's own logits `[..., V]`."""
+        return self.finish_logits(self._output_head()(hidden))
 
     def _last_hidden(self, tokens: Tensor, **kwargs: Any) -> Tensor:
         output = hf.decoder_of(self.model)(input_ids=tokens, return_dict=True, **kwargs)
@@ -362,3 +387,6 @@ class Target:
             handle.remove()
         self._handles.clear()
         self._tapped.clear()
+        if self._passes is not None:
+            self._passes.release()
+            self._passes = None

@@ -123,6 +123,22 @@ class Drawn:
 
 
 @dataclass(frozen=True, eq=False)
+class Computed:
+    """Work of the target that a draft has done already and verification need not repeat.
+
+    The first M nodes of the tree went through the target's blocks below `layer` during `propose`, node i of row b in
+    slot `lengths[b] + i` of the target's cache, where the keys and values of these blocks now stand.
+
+    Args:
+        layer: E, the first block not run.
+        hidden: `[B, M, D]`, the input of block E.
+    """
+
+    layer: int
+    hidden: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class DraftTree:
     """A batch of token trees.
 
@@ -130,11 +146,13 @@ class DraftTree:
         tokens: `[B, N]` int64. Node 0 is the last committed token, which is not in the target's cache yet.
         shape: the links between nodes, shared by all rows or one per row.
         drawn: None when all nodes were chosen without chance (for instance top-k).
+        computed: None when the target's blocks have not seen the nodes.
     """
 
     tokens: Tensor
     shape: TreeShape
     drawn: Drawn | None = None
+    computed: Computed | None = None
 
     @property
     def nodes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from selfspec.cache import SlotCache
 from selfspec.draft import Verified
 from selfspec.target import Target
 
@@ -108,4 +110,18 @@ def chunk(verified: Verified, start: int, stop: int) -> Verified:
         (verified.counts - start).clamp(1, stop - start),
         None if verified.hidden is None else cut(verified.hidden),
         tuple(cut(layer) for layer in verified.layers),
+        cache=None if verified.cache is None else cut_cache(verified.cache, [stop] * len(verified.counts)),
     )
+
+
+def cut_cache(cache: SlotCache, lengths: list[int], rows: list[int] | None = None) -> SlotCache:
+    """A copy with the first `lengths[b]` tokens of some rows; what follows them is rubbish."""
+    copied = copy.deepcopy(cache)
+    if rows is not None:
+        copied.select(rows)
+    copied.slots.advance([wanted - found for wanted, found in zip(lengths, copied.lengths, strict=True)])
+    for layer in copied.layers:
+        for row, length in enumerate(lengths):
+            layer.stored_keys[row, :, length:] = 1e3
+            layer.stored_values[row, :, length:] = 1e3
+    return copied

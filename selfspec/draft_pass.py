@@ -1,0 +1,330 @@
+"""Cheap passes of the target for drafts: sub-layers left out, an early exit, other weights.
+
+No modelling code is copied: the `forward` of blocks, of their attention and of their MLP is wrapped once. A wrapper
+does nothing unless a draft pass runs in its own context (a context variable), so passes of other threads are not
+disturbed. `release` takes the wrappers off again.
+
+Letters: B rows, n new nodes, W nodes written before them, D hidden size.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selfspec import hf
+from selfspec.cache import SlotCache, SlotLayer
+from selfspec.errors import ConfigError, UnsupportedModel
+from selfspec.masks import tree_positions
+from selfspec.tree import Computed, TreeShape
+
+if TYPE_CHECKING:
+    from selfspec.target import Target
+
+ATTENTION, MLP, BLOCK, MATRIX = "attention", "mlp", "block", "matrix"
+Factors = tuple[Tensor, Tensor]
+"""`[r, in]` and `[out, r]`: what stands for a weight `[out, in]`."""
+
+_LOCK = threading.Lock()
+_NO_DRIFT = 1e-3
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How a draft pass differs from a full one.
+
+    Args:
+        attention: layers whose attention adds nothing.
+        mlp: layers whose MLP adds nothing. A layer in both sets is left out as a whole, norms included.
+        stop: the first block not run; None runs them to the end.
+        factors: by name of a linear module in the decoder, the two factors used in place of its weight.
+    """
+
+    attention: frozenset[int] = frozenset()
+    mlp: frozenset[int] = frozenset()
+    stop: int | None = None
+    factors: Mapping[str, Factors] = field(default_factory=dict)
+
+    def leaves_out(self, layer: int) -> bool:
+        """Whether the whole block is left out."""
+        return (layer in self.attention and layer in self.mlp) or (self.stop is not None and layer >= self.stop)
+
+
+@dataclass(eq=False)
+class _Running:
+    """One pass in one context.
+
+    Args:
+        plan: what differs from a full pass.
+        done: work that need not be repeated; None in draft passes.
+        exit: set by the pass: the hidden state at `plan.stop`.
+        drift: when not None, blocks run though all their parts are left out, and the largest change is noted here.
+    """
+
+    plan: Plan
+    done: Computed | None = None
+    exit: Tensor | None = None
+    drift: float | None = None
+
+
+_RUNNING: ContextVar[_Running | None] = ContextVar("selfspec_draft_pass", default=None)
+
+
+class _Switch:
+    """Stands in for the `forward` of one module of the target. An object, so that copies of the model copy it whole."""
+
+    def __init__(self, module: nn.Module, part: str, layer: int, name: str = "") -> None:
+        self.module = module
+        self.part = part
+        self.layer = layer
+        self.name = name
+        self.own = "forward" in vars(module)
+        self.__wrapped__ = module.forward
+        self.users = 0
+        self.form: int | None = None
+        """Length of the tuple that the module returns, the hidden state first; None when it is a bare tensor."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        running = _RUNNING.get()
+        if running is None:
+            return self.__wrapped__(*args, **kwargs)
+        if self.part == BLOCK:
+            return self._block(running, args, kwargs)
+        if self.part == MATRIX:
+            return self._matrix(running, args, kwargs)
+        skipped = running.plan.attention if self.part == ATTENTION else running.plan.mlp
+        if self.layer in skipped:
+            return self._output(torch.zeros_like(_hidden(args, kwargs)))
+        return self.__wrapped__(*args, **kwargs)
+
+    def _block(self, running: _Running, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        done, hidden = running.done, _hidden(args, kwargs)
+        if done is not None and self.layer < done.layer:
+            return self._output(done.hidden if self.layer == done.layer - 1 else hidden)
+        if running.drift is not None:
+            output = self.__wrapped__(*args, **kwargs)
+            found = output if self.form is None else output[0]
+            running.drift = max(running.drift, float((found - hidden).abs().max() / hidden.abs().max()))
+            return output
+        if not running.plan.leaves_out(self.layer):
+            return self.__wrapped__(*args, **kwargs)
+        if self.layer == running.plan.stop:
+            running.exit = hidden
+        return self._output(hidden)
+
+    def _matrix(self, running: _Running, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        factors = running.plan.factors.get(self.name)
+        if factors is None:
+            return self.__wrapped__(*args, **kwargs)
+        down, up = factors
+        bias: Any = self.module.bias
+        return F.linear(F.linear(args[0], down), up, bias)
+
+    def _output(self, hidden: Tensor) -> Any:
+        return hidden if self.form is None else (hidden, *(None,) * (self.form - 1))
+
+    def learn(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Note the form of what the module returns (a forward hook)."""
+        if isinstance(output, (tuple, list)) and isinstance(output[0], Tensor):
+            self.form = len(output)
+        elif not isinstance(output, Tensor):
+            raise UnsupportedModel(
+                f"{type(self.module).__name__} of layer {self.layer} returns {type(output).__name__}, not hidden "
+                "states, so it cannot be left out; use another draft"
+            )
+
+
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+    return hidden
+
+
+class DraftPasses:
+    """The draft passes of one target.
+
+    Args:
+        target: any supported target.
+
+    Raises:
+        UnsupportedModel: layers with recurrent state, or one block that serves as several layers.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.blocks = hf.blocks_of(target.model)
+        self._refuse_unsupported()
+        self._switches: dict[int, _Switch] = {}
+        self._lacking: list[str] = []
+        self._drift = 0.0
+        for layer, block in enumerate(self.blocks):
+            self._wrap(block, BLOCK, layer)
+            for part, found in ((ATTENTION, hf.attention_of(block)), (MLP, hf.mlp_of(block))):
+                if found is None:
+                    self._lacking.append(f"{part} of layer {layer}")
+                else:
+                    self._wrap(found, part, layer)
+        self._probe()
+
+    def _refuse_unsupported(self) -> None:
+        kept = (SlotLayer, hf.DummyLayer)
+        kinds = {type(layer).__name__ for layer in self.target.new_cache(1, 1).layers if not isinstance(layer, kept)}
+        if kinds:
+            raise UnsupportedModel(
+                f"{self.target.model_type!r} keeps recurrent state ({', '.join(sorted(kinds))}), which a draft pass of "
+                "the model itself would overwrite; use another draft"
+            )
+        if len(set(map(id, self.blocks))) < len(self.blocks):
+            raise UnsupportedModel(f"{self.target.model_type!r} uses one block as several layers; none can be left out")
+
+    # Wrappers
+
+    def _wrap(self, module: nn.Module, part: str, layer: int, name: str = "") -> None:
+        if id(module) in self._switches:
+            return
+        with _LOCK:
+            switch = vars(module).get("forward")
+            if not isinstance(switch, _Switch):
+                switch = _Switch(module, part, layer, name)
+                module.forward = switch
+            switch.users += 1
+        self._switches[id(module)] = switch
+
+    def release(self) -> None:
+        """Take the wrappers off the model again."""
+        with _LOCK:
+            for switch in self._switches.values():
+                switch.users -= 1
+                if switch.users or vars(switch.module).get("forward") is not switch:
+                    continue  # another target needs it, or someone wrapped it since: by itself it does nothing
+                if switch.own:
+                    switch.module.forward = switch.__wrapped__
+                else:
+                    del switch.module.forward
+            self._switches.clear()
+
+    @torch.no_grad()
+    def _probe(self) -> None:
+        """Learn from one token what the modules return, and whether a block of which all is left out does nothing."""
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.target.device)
+        handles = [switch.module.register_forward_hook(switch.learn) for switch in self._switches.values()]
+        decoder = hf.decoder_of(self.target.model)
+        try:
+            decoder(input_ids=token, use_cache=False)
+        finally:
+            for handle in handles:
+                handle.remove()
+        layers = frozenset(range(len(self.blocks)))
+        with _running(_Running(Plan(layers, layers), drift=0.0)) as probe:
+            decoder(input_ids=token, use_cache=False)
+        assert probe.drift is not None
+        self._drift = probe.drift
+
+    # Plans
+
+    def check(self, plan: Plan) -> Plan:
+        """The plan, when the target can run it; draft methods call this once.
+
+        Raises:
+            ConfigError: a layer that the target does not have.
+            UnsupportedModel: a part that cannot be left out of this model; the message says why.
+        """
+        layers = len(self.blocks)
+        wrong = sorted(k for k in plan.attention | plan.mlp if not 0 <= k < layers)
+        if wrong:
+            raise ConfigError(f"layers {wrong} cannot be left out: the target's layers are 0..{layers - 1}")
+        if plan.stop is not None and not 0 < plan.stop < layers:
+            raise ConfigError(f"an exit after layer {plan.stop} makes no draft; the target has {layers} layers")
+        self._refuse_lost_keys(plan)
+        if plan.attention != plan.mlp:
+            self._refuse_single_parts()
+        for name in plan.factors:
+            self._wrap(hf.decoder_of(self.target.model).get_submodule(name), MATRIX, -1, name)
+        return plan
+
+    def _refuse_lost_keys(self, plan: Plan) -> None:
+        borrowing = [k for k, window in enumerate(self.target.windows) if isinstance(window, type)]
+        if borrowing and (plan.stop is not None or any(k < borrowing[0] for k in plan.attention)):
+            raise UnsupportedModel(
+                f"in {self.target.model_type!r} layers {borrowing[0]} and up read the keys of layers below them, so "
+                "only the attention of these upper layers can be left out, and there is no early exit"
+            )
+
+    def _refuse_single_parts(self) -> None:
+        if self._lacking:
+            raise UnsupportedModel(
+                f"{self.target.model_type!r} has no module of its own for {self._lacking[0]}; leave out whole layers "
+                "(the same layers for attention and MLP)"
+            )
+        if self._drift > _NO_DRIFT:
+            raise UnsupportedModel(
+                f"a layer of {self.target.model_type!r} does more than add the output of its attention and its MLP, so "
+                "they cannot be left out one by one; leave out whole layers (the same ones for attention and MLP)"
+            )
+
+    # Passes
+
+    def run(self, shape: TreeShape, tokens: Tensor, cache: SlotCache, plan: Plan) -> tuple[Tensor, Tensor | None]:
+        """Run the last n nodes of a tree; those before them must have been run since the last commit.
+
+        Nothing is committed; keys and values go behind the committed slots, and only to layers that run.
+
+        Args:
+            shape: of W + n nodes.
+            tokens: `[B, n]` int64, of the last n.
+            cache: the target's.
+            plan: a checked one.
+
+        Returns:
+            The last hidden state `[B, n, D]` after the final norm, and the one at the exit (None without `plan.stop`).
+        """
+        new = tokens.shape[1]
+        mask = self.target.tree_mask(shape, cache.slots, new)
+        positions = tree_positions(shape, cache.slots)[:, -new:].expand_as(tokens)
+        with torch.no_grad(), cache.drafting(shape.nodes - new), _running(_Running(plan)) as running:
+            output = hf.decoder_of(self.target.model)(
+                input_ids=tokens, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True
+            )
+        return output.last_hidden_state, running.exit
+
+    def finish(self, shape: TreeShape, tokens: Tensor, cache: SlotCache, computed: Computed) -> Computed:
+        """Bring the nodes that the draft has not run to the exit layer, too.
+
+        Args:
+            shape: of all N nodes.
+            tokens: `[B, N]`.
+            cache: the target's.
+            computed: of the first M nodes.
+        """
+        known = computed.hidden.shape[1]
+        if known == shape.nodes:
+            return computed
+        _, rest = self.run(shape, tokens[:, known:], cache, Plan(stop=computed.layer))
+        assert rest is not None
+        return Computed(computed.layer, torch.cat([computed.hidden, rest], 1))
+
+
+@contextmanager
+def _running(running: _Running) -> Iterator[_Running]:
+    token = _RUNNING.set(running)
+    try:
+        yield running
+    finally:
+        _RUNNING.reset(token)
+
+
+@contextmanager
+def resume(computed: Computed | None) -> Iterator[None]:
+    """Passes in this block start from the hidden states at `computed.layer` (all nodes of the pass); None: in full."""
+    if computed is None:
+        yield
+        return
+    with _running(_Running(Plan(), computed)):
+        yield
