@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from torch import Tensor
 
 from selfspec import registry
 from selfspec.checkpoint import CONFIG, WEIGHTS, load_head, replacing, save_head
-from selfspec.draft import Budget, Draft, Sampling, Verified
+from selfspec.draft import Budget, Draft, Needs, Sampling, Verified
 from selfspec.errors import CheckpointError, ConfigError
 from selfspec.head import DraftHead
 from selfspec.heads.eagle import EagleConfig
+from selfspec.heads.layer_skip import LayerSkipConfig
 from selfspec.heads.lookup import LookupConfig
 from selfspec.heads.medusa import MedusaConfig
 from selfspec.target import Target
@@ -41,8 +42,12 @@ class Row:
     trainable: bool = True
 
 
+SELF = {"threshold": 0.0, "adaptive": False, "depth": 3, "top_k": 3}
+"""Self-drafts whose trees depend on the text alone; the adaptive exit has tests of its own."""
+
 ROWS = [
     Row("eagle", lambda **kw: EagleConfig(**{"draft_vocab_size": 50, **kw})),
+    Row("layer-skip", lambda **kw: LayerSkipConfig(**{**SELF, "skip_attention": [1], "skip_mlp": [1, 2], **kw}), False),
     Row("lookup", lambda **kw: LookupConfig(), trainable=False),
     Row("medusa", lambda **kw: MedusaConfig(**{"draft_vocab_size": 50, "num_heads": 3, **kw})),
 ]
@@ -75,7 +80,11 @@ def read(target: Target, draft: Draft, tokens: Tensor, counts: Tensor | None = N
     output = target.features(tokens[:, :-1], None, draft.needs)
     if counts is None:
         counts = torch.full((tokens.shape[0],), tokens.shape[1] - 1)
-    return Verified(tokens[:, :-1], tokens[:, 1:], counts, output.hidden, output.layers)
+    cache = None
+    if draft.needs.cache:
+        cache = target.new_cache(tokens.shape[0], 64)
+        target.prefill(tokens[:, :-1], counts.tolist(), cache, Needs())
+    return Verified(tokens[:, :-1], tokens[:, 1:], counts, output.hidden, output.layers, cache=cache)
 
 
 def propose(draft: Draft, state: Any, budget: Budget | None = None, sampling: Sampling = GREEDY) -> DraftTree:
@@ -155,11 +164,14 @@ def test_propose_leaves_the_targets_cache_alone(row: Row, target: Target) -> Non
     cache = target.new_cache(1, 64)
     output = target.prefill(text[:, :-1], [19], cache, draft.needs)
     before = [(layer.stored_keys.clone(), layer.stored_values.clone()) for layer in cache.layers]
-    verified = Verified(text[:, :-1], text[:, 1:], torch.tensor([19]), output.hidden, output.layers)
+    shown = cache if draft.needs.cache else None
+    verified = Verified(text[:, :-1], text[:, 1:], torch.tensor([19]), output.hidden, output.layers, cache=shown)
     propose(draft, draft.begin(verified))
-    assert cache.lengths == [19]
+    assert cache.lengths == [19] and cache.slots.behind == 0
+    seen = 19 if draft.needs.cache else None
     for layer, (keys, values) in zip(cache.layers, before, strict=True):
-        assert torch.equal(layer.stored_keys, keys) and torch.equal(layer.stored_values, values)
+        assert torch.equal(layer.stored_keys[:, :, :seen], keys[:, :, :seen])
+        assert torch.equal(layer.stored_values[:, :, :seen], values[:, :, :seen])
 
 
 @each
@@ -181,7 +193,9 @@ def ragged(verified: Verified, counts: list[int]) -> Verified:
     """The same with only `counts[b]` real places per row; the rest is rubbish."""
     keep = torch.arange(verified.tokens.shape[1]) < torch.tensor(counts).unsqueeze(1)
     hidden = None if verified.hidden is None else verified.hidden.where(keep.unsqueeze(-1), 1e3)
-    return Verified(verified.tokens.where(keep, 0), verified.next_tokens.where(keep, 0), torch.tensor(counts), hidden)
+    tokens, following = verified.tokens.where(keep, 0), verified.next_tokens.where(keep, 0)
+    cache = None if verified.cache is None else tiny.cut_cache(verified.cache, counts)
+    return Verified(tokens, following, torch.tensor(counts), hidden, cache=cache)
 
 
 @each
@@ -198,7 +212,10 @@ def test_ragged_rows_are_as_rows_alone(row: Row, target: Target) -> None:
         torch.tensor(then),
         None if whole.hidden is None else torch.cat([r.hidden for r in rows]),
     )
-    state = draft.observe(state, ragged(later, then))
+    held = (
+        None if whole.cache is None else tiny.cut_cache(whole.cache, [f + t for f, t in zip(first, then, strict=True)])
+    )
+    state = draft.observe(state, replace(ragged(later, then), cache=held))
     tree = propose(draft, state)
     for b in range(3):
         alone = propose(draft, draft.begin(chunk(pick(whole, [b]), 0, first[b] + then[b])))
@@ -209,7 +226,9 @@ def test_ragged_rows_are_as_rows_alone(row: Row, target: Target) -> None:
 
 def pick(verified: Verified, rows: list[int]) -> Verified:
     hidden = None if verified.hidden is None else verified.hidden[rows]
-    return Verified(verified.tokens[rows], verified.next_tokens[rows], verified.counts[rows], hidden)
+    held = verified.cache
+    cache = None if held is None else tiny.cut_cache(held, [held.lengths[row] for row in rows], rows)
+    return Verified(verified.tokens[rows], verified.next_tokens[rows], verified.counts[rows], hidden, cache=cache)
 
 
 @each
