@@ -1,5 +1,6 @@
 """Draft methods, one file each; importing this package registers them."""
 
+from selfspec.heads import dflash as dflash
 from selfspec.heads import eagle as eagle
 from selfspec.heads import layer_skip as layer_skip
 from selfspec.heads import lookup as lookup

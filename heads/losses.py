@@ -71,6 +71,11 @@ class Teacher:
     first: Tensor
     columns: Tensor | None = None
 
+    def pick(self, places: Tensor) -> Teacher:
+        """The teacher at some of the places (`[M]` int64, in any order, repeats allowed)."""
+        columns = None if self.columns is None else self.columns[places]
+        return Teacher(self.log_p[places], self.first[places], columns)
+
 
 @dataclass(frozen=True, eq=False)
 class HeadScore:

@@ -21,6 +21,7 @@ from selfspec.checkpoint import CONFIG, WEIGHTS, load_head, replacing, save_head
 from selfspec.draft import Budget, Draft, Needs, Sampling, Verified
 from selfspec.errors import CheckpointError, ConfigError
 from selfspec.head import DraftHead
+from selfspec.heads.dflash_config import DFlashConfig
 from selfspec.heads.eagle import EagleConfig
 from selfspec.heads.layer_skip import LayerSkipConfig
 from selfspec.heads.lookup import LookupConfig
@@ -46,6 +47,7 @@ SELF = {"threshold": 0.0, "adaptive": False, "depth": 3, "top_k": 3}
 """Self-drafts whose trees depend on the text alone; the adaptive exit has tests of its own."""
 
 ROWS = [
+    Row("dflash", lambda **kw: DFlashConfig(**{"draft_vocab_size": 50, "block_size": 4, **kw})),
     Row("eagle", lambda **kw: EagleConfig(**{"draft_vocab_size": 50, **kw})),
     Row("layer-skip", lambda **kw: LayerSkipConfig(**{**SELF, "skip_attention": [1], "skip_mlp": [1, 2], **kw}), False),
     Row("lookup", lambda **kw: LookupConfig(), trainable=False),
@@ -193,9 +195,10 @@ def ragged(verified: Verified, counts: list[int]) -> Verified:
     """The same with only `counts[b]` real places per row; the rest is rubbish."""
     keep = torch.arange(verified.tokens.shape[1]) < torch.tensor(counts).unsqueeze(1)
     hidden = None if verified.hidden is None else verified.hidden.where(keep.unsqueeze(-1), 1e3)
+    layers = tuple(layer.where(keep.unsqueeze(-1), 1e3) for layer in verified.layers)
     tokens, following = verified.tokens.where(keep, 0), verified.next_tokens.where(keep, 0)
     cache = None if verified.cache is None else tiny.cut_cache(verified.cache, counts)
-    return Verified(tokens, following, torch.tensor(counts), hidden, cache=cache)
+    return Verified(tokens, following, torch.tensor(counts), hidden, layers, cache=cache)
 
 
 @each
@@ -211,6 +214,7 @@ def test_ragged_rows_are_as_rows_alone(row: Row, target: Target) -> None:
         torch.cat([r.next_tokens for r in rows]),
         torch.tensor(then),
         None if whole.hidden is None else torch.cat([r.hidden for r in rows]),
+        tuple(torch.cat(parts) for parts in zip(*(r.layers for r in rows), strict=True)),
     )
     held = (
         None if whole.cache is None else tiny.cut_cache(whole.cache, [f + t for f, t in zip(first, then, strict=True)])
@@ -226,9 +230,12 @@ def test_ragged_rows_are_as_rows_alone(row: Row, target: Target) -> None:
 
 def pick(verified: Verified, rows: list[int]) -> Verified:
     hidden = None if verified.hidden is None else verified.hidden[rows]
+    layers = tuple(layer[rows] for layer in verified.layers)
     held = verified.cache
     cache = None if held is None else tiny.cut_cache(held, [held.lengths[row] for row in rows], rows)
-    return Verified(verified.tokens[rows], verified.next_tokens[rows], verified.counts[rows], hidden, cache=cache)
+    return Verified(
+        verified.tokens[rows], verified.next_tokens[rows], verified.counts[rows], hidden, layers, cache=cache
+    )
 
 
 @each
@@ -436,7 +443,8 @@ def test_low_precision_and_large_features_stay_finite(row: Row, target: Target) 
     head = make(row, target).to(torch.bfloat16)
     verified = read(target, head, tiny.text(2, 20))
     assert verified.hidden is not None
-    large = Verified(verified.tokens, verified.next_tokens, verified.counts, verified.hidden * 1000)
+    layers = tuple(layer * 1000 for layer in verified.layers)
+    large = Verified(verified.tokens, verified.next_tokens, verified.counts, verified.hidden * 1000, layers)
     result = head.loss(large, torch.ones(2, 19, dtype=torch.bool))
     assert result.loss.dtype == torch.float32 and bool(torch.isfinite(result.loss))
     propose(head, head.begin(large)).check(verified.root, target.vocab_size)
