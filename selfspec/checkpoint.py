@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from selfspec import registry
 from selfspec._version import __version__
 from selfspec.errors import CheckpointError, ConfigError
 from selfspec.fingerprint import fingerprint, matches
-from selfspec.head import DraftHead
+from selfspec.head import DraftHead, HeadConfig
 from selfspec.outputs import whole_file
 from selfspec.target import Target
 
@@ -77,7 +78,11 @@ def save_head(head: DraftHead, folder: str | Path, dtype: torch.dtype | None = N
     tensors = head.owned_state()
     if dtype is not None:
         tensors = {k: v.to(dtype) if v.is_floating_point() else v for k, v in tensors.items()}
-    folder = Path(folder)
+    return write_files(Path(folder), config, tensors)
+
+
+def write_files(folder: Path, config: HeadConfig, tensors: dict[str, Tensor]) -> Path:
+    """Write a heads folder from its parts: tensors by the names of the head's state dict, contiguous, on the CPU."""
     with replacing(folder) as draft:
         save_file(tensors, str(draft / WEIGHTS), metadata={"format": "pt", "selfspec": __version__})
         write_json(draft / CONFIG, config.to_dict())
@@ -94,7 +99,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); restore it from a backup or train again") from error
     if not isinstance(values, dict) or not isinstance(values.get("kind"), str):
-        raise CheckpointError(f"{path} names no `kind`, so it is not a selfspec head")
+        raise CheckpointError(
+            f"{path} names no `kind`, so it is not a selfspec head; a checkpoint of another project becomes one with: "
+            f"selfspec import {folder} NEW_FOLDER --target BASE_MODEL"
+        )
     return values
 
 
@@ -140,8 +148,13 @@ def load_head(
     return head.eval()
 
 
-def heads_folder(name_or_path: str | Path, revision: str | None = None, token: str | None = None) -> Path:
-    """The local folder of heads given by folder or Hub id (fetched if need be).
+def heads_folder(
+    name_or_path: str | Path,
+    revision: str | None = None,
+    token: str | None = None,
+    files: Sequence[str] = (CONFIG, WEIGHTS),
+) -> Path:
+    """The local folder of heads given by folder or Hub id (files of these names or patterns are fetched if need be).
 
     Raises:
         CheckpointError: neither a folder nor a repository that can be reached.
@@ -155,9 +168,7 @@ def heads_folder(name_or_path: str | Path, revision: str | None = None, token: s
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(
-            snapshot_download(str(name_or_path), revision=revision, token=token, allow_patterns=[CONFIG, WEIGHTS])
-        )
+        return Path(snapshot_download(str(name_or_path), revision=revision, token=token, allow_patterns=list(files)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         near = difflib.get_close_matches(str(name_or_path), registry.kinds(), 1)
         hint = f"did you mean the method {near[0]!r}?" if near else "check the path"

@@ -24,7 +24,7 @@ from selfspec.prompting import read_prompts
 from selfspec.target import Target
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS = ["demo", "distill", "train", "eval", "bench", "generate", "info"]
+COMMANDS = ["demo", "distill", "train", "eval", "bench", "generate", "import", "export", "info"]
 Run = Callable[..., tuple[int, str, str]]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from selfspec._version import __version__
-from selfspec.cli import demo, measure, training, use
+from selfspec.cli import demo, formats, measure, training, use
 from selfspec.errors import SelfspecError
 
 DEBUG = "--debug"
@@ -27,9 +27,11 @@ for command in (
     measure.evaluate,
     measure.bench,
     use.generate,
+    formats.import_,
+    formats.export,
     use.info,
 ):
-    app.command(name={"evaluate": "eval"}.get(command.__name__, command.__name__))(command)
+    app.command(name={"evaluate": "eval", "import_": "import"}.get(command.__name__, command.__name__))(command)
 
 
 def _show_version(wanted: bool) -> None:

@@ -95,12 +95,12 @@ def info(
     heads: Annotated[str, typer.Argument(help="Folder or Hub id of draft heads.")],
     json: opt.JsonFile = None,
 ) -> None:
-    """What draft heads are: kind, base model, vocabulary, parameters."""
+    """What draft heads are: kind, format, base model, vocabulary, parameters, and where they could be exported to."""
     if json is not None:
         from selfspec.outputs import check_file
 
         check_file(json)
-    figures = heads_info(heads)
+    figures = _figures(heads)
     width = max(map(len, figures))
     for name, value in figures.items():
         number = isinstance(value, int) and not isinstance(value, bool)
@@ -111,16 +111,29 @@ def info(
         write_json(json, figures)
 
 
-def heads_info(heads: str) -> dict[str, Any]:
+def _figures(heads: str) -> dict[str, Any]:
+    """Figures of a heads folder of ours, or of another project's."""
+    from selfspec.checkpoint import heads_folder, read_config
+    from selfspec.heads.formats import FILES, config_of, describe, exports, is_foreign
+
+    folder = heads_folder(heads, files=FILES)
+    if is_foreign(folder):
+        return describe(folder)
+    figures = heads_info(folder)
+    found = exports(config_of(read_config(folder)))
+    told = [f"{name} (--lossy: {lost})" if lost else name for name, lost in found.items()]
+    return figures | {"exports": ", ".join(told) or "none"}
+
+
+def heads_info(folder: Path) -> dict[str, Any]:
     """Figures of a heads folder, read from its config and the header of its weights."""
     from safetensors import SafetensorError, safe_open
 
-    from selfspec.checkpoint import WEIGHTS, heads_folder, read_config
+    from selfspec.checkpoint import WEIGHTS, read_config
     from selfspec.errors import CheckpointError
 
-    folder = heads_folder(heads)
     config = read_config(folder)
-    path = Path(folder) / WEIGHTS
+    path = folder / WEIGHTS
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; the heads' weights belong there")
     parameters, dtypes = 0, set()
@@ -138,6 +151,7 @@ def heads_info(heads: str) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged or cut off ({error}); copy or download it again") from error
     figures = {
         "kind": config.get("kind"),
+        "format": "selfspec",
         "base_model": config.get("base_model") or "not named",
         "parameters": parameters,
     }

@@ -1,0 +1,127 @@
+"""Imported checkpoints of other projects reproduce what the projects' own code computed: see tests/golden.py."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import golden
+import pytest
+import torch
+
+from selfspec.checkpoint import load_head
+from selfspec.draft import Budget, Draft, Needs, Sampling, Verified
+from selfspec.heads.formats import import_folder
+from selfspec.inference.patch import patch, unpatch
+from selfspec.target import Target
+from selfspec.tree import DraftTree
+
+torch.set_num_threads(1)
+NEAR = {"atol": 2e-5, "rtol": 1e-5}
+GAP = 2e-5  # below it two candidates may swap between machines
+
+
+@dataclass
+class Recorder:
+    """A head, with the trees it proposed and how many guesses of each were accepted."""
+
+    head: Draft
+    trees: list[DraftTree] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    @property
+    def kind(self) -> str:
+        return self.head.kind
+
+    @property
+    def needs(self) -> Needs:
+        return self.head.needs
+
+    def begin(self, verified: Verified) -> Any:
+        return self.head.begin(verified)
+
+    def propose(self, state: Any, budget: Budget, sampling: Sampling, generator: torch.Generator | None) -> DraftTree:
+        self.trees.append(self.head.propose(state, budget, sampling, generator))
+        return self.trees[-1]
+
+    def observe(self, state: Any, verified: Verified) -> Any:
+        self.accepted.append(int(verified.counts[0]) - 1)
+        return self.head.observe(state, verified)
+
+
+def imported(name: str, tmp_path: Path, draft: str = "draft", **settings: Any) -> tuple[Target, Any]:
+    """The head of one golden folder, through the files that `selfspec import` writes."""
+    target = golden.target(name)
+    import_folder(golden.folder(name) / draft, tmp_path, target)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | settings))
+    return target, load_head(tmp_path, target)
+
+
+def replay(target: Target, head: Draft, run: dict[str, Any]) -> None:
+    """Generate as the peer did; trees, positions, accepted lengths and text must be the peer's."""
+    recorder = Recorder(head)
+    patch(target.model, recorder)
+    try:
+        ids = target.model.generate(torch.tensor([run["prompt"]]), do_sample=False, max_new_tokens=110)[0].tolist()
+    finally:
+        unpatch(target.model)
+    wanted = run["output_ids"]
+    assert ids[: len(wanted)] == wanted
+    lengths = run["accept_length_per_round"]
+    assert recorder.accepted[: len(lengths)] == lengths
+    gaps = run["min_topk_gap_per_round"]
+    for tree, tokens, gap in zip(recorder.trees, run["tree_tokens_per_round"], gaps, strict=False):
+        found = tree.tokens[0].tolist()
+        assert found == tokens if gap > GAP else sorted(found) == sorted(tokens)
+    for tree, depths in zip(recorder.trees, run.get("tree_position_ids_per_round", []), strict=False):
+        assert tree.shape.depth[0].tolist() == depths
+
+
+def greedy_runs(name: str) -> list[Any]:
+    """The peer's greedy runs; one that stands for the folder where it is missing, so that the skip is seen.
+
+    One prompt of three by default; the others take long.
+    """
+    path = golden.ROOT / name / "golden.json"
+    if not path.is_file():
+        return [{"tag": "missing"}]
+    runs = [run for run in json.loads(path.read_text())["runs"] if run["tag"].startswith("greedy")]
+    return [run if number % 3 == 0 else pytest.param(run, marks=pytest.mark.nightly) for number, run in enumerate(runs)]
+
+
+def tag(run: dict[str, Any]) -> str:
+    return str(run["tag"])
+
+
+@torch.no_grad()
+def test_medusa_logits(tmp_path: Path) -> None:
+    _, head = imported("medusa", tmp_path)
+    vectors = golden.tensors("medusa")
+    logits = head.output(head.blocks(vectors["prefill.hidden_states"][0]))
+    torch.testing.assert_close(logits, vectors["prefill.medusa_logits"][:, 0], **NEAR)
+
+
+@pytest.mark.parametrize("run", greedy_runs("medusa"), ids=tag)
+def test_medusa_runs(run: dict[str, Any], tmp_path: Path) -> None:
+    choices = golden.notes("medusa")["tree_choices"][run["choices"]]
+    replay(*imported("medusa", tmp_path, choices=choices), run)
+
+
+@torch.no_grad()
+def test_eagle_states_and_logits(tmp_path: Path) -> None:
+    _, head = imported("eagle1", tmp_path)
+    vectors = golden.tensors("eagle1")
+    positions = torch.arange(29).unsqueeze(0)
+    guess = head._run(vectors["forward.features"], vectors["forward.draft_input_ids"], positions, None, [None])
+    torch.testing.assert_close(guess, vectors["forward.draft_hidden"], **NEAR)
+    torch.testing.assert_close(head.output(guess), vectors["forward.draft_logits"], **NEAR)
+
+
+@pytest.mark.parametrize("run", greedy_runs("eagle1"), ids=tag)
+def test_eagle_runs(run: dict[str, Any], tmp_path: Path) -> None:
+    size = run["args"]
+    settings = {"tree_nodes": size["total_token"], "tree_depth": size["depth"] + 1, "tree_top_k": size["top_k"]}
+    replay(*imported("eagle1", tmp_path, **settings), run)
