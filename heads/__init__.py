@@ -2,6 +2,7 @@
 
 from selfspec.heads import dflash as dflash
 from selfspec.heads import eagle as eagle
+from selfspec.heads import eagle3 as eagle3
 from selfspec.heads import layer_skip as layer_skip
 from selfspec.heads import lookup as lookup
 from selfspec.heads import medusa as medusa

@@ -80,7 +80,10 @@ class LayerShape:
     head_dim: int
     rms_norm_eps: float
     attention_bias: bool = False
+    qk_norm: bool = False
     input_norm: bool = True
+    attention_size: int = 0
+    """What queries, keys and values are made from, where it is wider than the residual stream."""
 
 
 class Attention(nn.Module):
@@ -90,18 +93,21 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = shape.head_dim
         inner, outer = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, inner, bias=shape.attention_bias)
-        self.k_proj = nn.Linear(shape.hidden_size, outer, bias=shape.attention_bias)
-        self.v_proj = nn.Linear(shape.hidden_size, outer, bias=shape.attention_bias)
+        size = shape.attention_size or shape.hidden_size
+        self.q_proj = nn.Linear(size, inner, bias=shape.attention_bias)
+        self.k_proj = nn.Linear(size, outer, bias=shape.attention_bias)
+        self.v_proj = nn.Linear(size, outer, bias=shape.attention_bias)
         self.o_proj = nn.Linear(inner, shape.hidden_size, bias=False)
+        self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None, store: KeyStore | None) -> Tensor:
         """See `DecoderLayer.forward`."""
-        query = rotate(self._split(self.q_proj(x)), *turn)
-        key, value = rotate(self._split(self.k_proj(x)), *turn), self._split(self.v_proj(x))
+        query = rotate(self.q_norm(self._split(self.q_proj(x))), *turn)
+        key, value = rotate(self.k_norm(self._split(self.k_proj(x))), *turn), self._split(self.v_proj(x))
         if store is not None:
             key, value = store.update(key, value)
         mixed = F.scaled_dot_product_attention(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -79,11 +80,15 @@ class CandidatePool:
     Args:
         batch: B.
         top_k: k, both children per node and width of the beam.
+        guesses: nodes of the tree, the root not counted.
+        levels: the most levels to grow.
         device: of the logits.
     """
 
-    def __init__(self, batch: int, top_k: int, device: torch.device) -> None:
+    def __init__(self, batch: int, top_k: int, guesses: int, levels: int, device: torch.device) -> None:
         self.top_k = top_k
+        self.guesses = guesses
+        self.levels = levels
         self._scores: list[Tensor] = []
         self._columns: list[Tensor] = []
         self._parents: list[Tensor] = []
@@ -115,24 +120,98 @@ class CandidatePool:
         self._size += scores.shape[1]
         return columns.gather(1, order), order // children
 
-    def settled(self, guesses: int) -> bool:
-        """Whether no deeper node can be among the best `guesses` any more, in any row."""
-        if self._size < guesses:
+    @property
+    def done(self) -> bool:
+        """Whether all levels are grown, or no deeper node can be in the tree any more, in any row."""
+        if len(self._scores) == self.levels:
+            return True
+        if self._size < self.guesses:
             return False
-        worst = torch.cat(self._scores, 1).topk(guesses).values[:, -1]
+        worst = torch.cat(self._scores, 1).topk(self.guesses).values[:, -1]
         return bool((worst >= self._beam_scores[:, 0]).all())
 
-    def best(self, guesses: int) -> tuple[Tensor, TreeShape]:
-        """The best `guesses` entries of the pool (all, if it holds fewer), in the pool's order.
+    def finish(self) -> tuple[Tensor, TreeShape]:
+        """The best entries of the pool (all, if it holds fewer than the tree), in the pool's order.
 
         Returns:
             Their draft columns `[B, N - 1]` and the links of the tree of N nodes with the root in front.
         """
         scores, columns, parents = (torch.cat(part, 1) for part in (self._scores, self._columns, self._parents))
-        chosen = scores.sort(descending=True, stable=True).indices[:, :guesses].sort(1).values
+        chosen = scores.sort(descending=True, stable=True).indices[:, : self.guesses].sort(1).values
         batch, count = chosen.shape
         place = torch.zeros(batch, self._size + 1, dtype=torch.long, device=chosen.device)
         place.scatter_(1, chosen + 1, torch.arange(1, count + 1, device=chosen.device).expand(batch, -1))
         links = place.gather(1, parents.gather(1, chosen) + 1)
         root = torch.full((batch, 1), -1, dtype=torch.long, device=chosen.device)
         return columns.gather(1, chosen), TreeShape(torch.cat([root, links], 1))
+
+
+@dataclass(frozen=True, eq=False)
+class _Level:
+    """One level of a static tree: whose children its nodes are, and which of them have children themselves.
+
+    Args:
+        parents: `[n]`, slots in the beam before.
+        ranks: `[n]`, each node's rank in its parent's logits.
+        widest: one more than the highest rank.
+        beam: `[k]`, the nodes with children.
+        origin: `[k]`, the parents of those.
+    """
+
+    parents: Tensor
+    ranks: Tensor
+    widest: int
+    beam: Tensor
+    origin: Tensor
+
+
+class StaticPlan:
+    """A static tree, level by level, for drafts that are asked anew at every node (Li et al. 2024; Ankner et al. 2024).
+
+    Args:
+        choices: paths of ranks; see `shape_from_choices`.
+        device: where the indices are used.
+    """
+
+    def __init__(self, choices: Sequence[Path], device: torch.device) -> None:
+        shape, paths = shape_from_choices(choices)
+        self.shape = TreeShape(shape.parents.to(device))
+        inner = {path[:-1] for path in paths[1:]}
+        self.levels: list[_Level] = []
+        beam: list[Path] = [()]
+        while beam:
+            place = {path: slot for slot, path in enumerate(beam)}
+            level = [path for path in paths if path and path[:-1] in place]
+            beam = [path for path in level if path in inner]
+            rows = (
+                [place[path[:-1]] for path in level],
+                [path[-1] for path in level],
+                [level.index(path) for path in beam],
+                [place[path[:-1]] for path in beam],
+            )
+            parents, ranks, kept, origin = (torch.tensor(row, dtype=torch.long, device=device) for row in rows)
+            self.levels.append(_Level(parents, ranks, 1 + max(rows[1]), kept, origin))
+
+
+class StaticTree:
+    """A static tree being filled; grows as a `CandidatePool` does."""
+
+    def __init__(self, plan: StaticPlan) -> None:
+        self.plan = plan
+        self._columns: list[Tensor] = []
+
+    def grow(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Fill the next level from `[B, beam, Q]`; returns draft columns and parents' slots of the new beam."""
+        level = self.plan.levels[len(self._columns)]
+        columns = logits.topk(level.widest).indices[:, level.parents, level.ranks]
+        self._columns.append(columns)
+        return columns[:, level.beam], level.origin.expand(columns.shape[0], -1)
+
+    @property
+    def done(self) -> bool:
+        """Whether every node has its token."""
+        return len(self._columns) == len(self.plan.levels)
+
+    def finish(self) -> tuple[Tensor, TreeShape]:
+        """Draft columns `[B, N - 1]` and the links of the tree of N nodes with the root in front."""
+        return torch.cat(self._columns, 1), self.plan.shape

@@ -109,24 +109,35 @@ class DraftOutput(nn.Module):
         size: Q; 0 is the whole vocabulary.
         own: own the weight.
         stacks: own this many weights, `[stacks, Q, D]`, one for each of the draft's heads; 0 is one for all.
+        width: of the hidden states read, where it is not the target's; such a weight starts at zero.
+        own_bias: own a bias beside the weight, `[Q]` or `[stacks, 1, Q]`.
     """
 
     rows: Tensor
     teacher_rows: Tensor
-    bias: Tensor | None
+    teacher_bias: Tensor | None
 
-    def __init__(self, target: Target, size: int, own: bool, stacks: int = 0) -> None:
+    def __init__(
+        self, target: Target, size: int, own: bool, stacks: int = 0, width: int = 0, own_bias: bool = False
+    ) -> None:
         super().__init__()
         self.target = target
         self.own = own or stacks > 0
         self.vocab = DraftVocab(size or target.vocab_size, target.vocab_size)
         weight, bias = target.output_rows(self.vocab.ids)
+        self.follows = width in (0, target.hidden_size)
+        """Whether owned rows start as the target's."""
         if self.own:
-            self.rows = nn.Parameter(weight.expand(stacks, -1, -1).clone() if stacks else weight.clone())
+            own_rows = weight if self.follows else weight.new_zeros(weight.shape[0], width)
+            self.rows = nn.Parameter(own_rows.expand(stacks, -1, -1).clone() if stacks else own_rows.clone())
             self.register_buffer("teacher_rows", weight, persistent=False)
         else:
             self.register_buffer("rows", weight, persistent=False)
-        self.register_buffer("bias", bias, persistent=False)
+        self.register_buffer("teacher_bias", bias, persistent=False)
+        self.own_bias: nn.Parameter | None = None
+        if own_bias:
+            start = weight.new_zeros(weight.shape[0]) if bias is None else bias
+            self.own_bias = nn.Parameter(start.expand(stacks, 1, -1).clone() if stacks else start.clone())
         self._few_rows: FewRowsHead | None = None
 
     def set_vocab(self, ids: Tensor) -> None:
@@ -138,32 +149,37 @@ class DraftOutput(nn.Module):
         """Borrow again after `vocab.ids` changed; `rows=False` leaves owned rows alone (they come from a file)."""
         weight, bias = self.target.output_rows(self.vocab.ids)
         with torch.no_grad():
-            if rows or not self.own:
+            if (rows and self.follows) or not self.own:
                 self.rows.copy_(weight)
             if self.own:
                 self.teacher_rows.copy_(weight)
-            if self.bias is not None and bias is not None:
-                self.bias.copy_(bias)
+            if self.teacher_bias is not None and bias is not None:
+                self.teacher_bias.copy_(bias)
+                if rows and self.own_bias is not None:
+                    self.own_bias.copy_(bias)
 
     @torch.no_grad()
     def teach(self, hidden: Tensor) -> Tensor:
         """The target's own logits over the draft vocabulary, `[..., D]` to `[..., Q]`, whoever owns the rows."""
         rows = self.teacher_rows if self.own else self.rows
-        return self.target.finish_logits(F.linear(hidden, rows, self.bias))
+        return self.target.finish_logits(F.linear(hidden, rows, self.teacher_bias))
 
     def forward(self, hidden: Tensor, stack: int | None = None) -> Tensor:
         """`[..., D]` to logits `[..., Q]`, scaled and capped as the target's own.
 
         Where every head has a weight of its own, `hidden` is `[stacks, P, D]`, or belongs to head number `stack`.
         """
+        bias = self.teacher_bias if self.own_bias is None else self.own_bias
         if self.rows.ndim == 3:
             rows = self.rows if stack is None else self.rows[stack]
+            if bias is not None and bias.ndim == 3 and stack is not None:
+                bias = bias[stack]
             raw = hidden @ rows.transpose(-1, -2)
-            return self.target.finish_logits(raw if self.bias is None else raw + self.bias)
+            return self.target.finish_logits(raw if bias is None else raw + bias)
         if torch.is_grad_enabled() or hidden.ndim != 3 or not FewRowsHead.applies(self.rows):
-            return self.target.finish_logits(F.linear(hidden, self.rows, self.bias))
+            return self.target.finish_logits(F.linear(hidden, self.rows, bias))
         if self._few_rows is None or self._few_rows.weight is not self.rows:
-            self._few_rows = FewRowsHead(self.rows, self.bias)
+            self._few_rows = FewRowsHead(self.rows, bias)
         return self.target.finish_logits(self._few_rows(hidden))
 
 

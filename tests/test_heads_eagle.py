@@ -14,7 +14,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from selfspec.draft import Budget, Sampling, Verified
 from selfspec.errors import ConfigError
-from selfspec.heads.eagle import Eagle, EagleConfig, unrolled_mask
+from selfspec.heads.autoregressive import unrolled_mask
+from selfspec.heads.eagle import Eagle, EagleConfig
 from selfspec.target import Target
 
 torch.set_num_threads(1)
