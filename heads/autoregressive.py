@@ -22,7 +22,7 @@ from selfspec.errors import ConfigError
 from selfspec.head import DraftHead, HeadLoss
 from selfspec.heads.layers import LayerShape, StepStore
 from selfspec.heads.losses import TaughtConfig, denominator, learn, taught_places, teach
-from selfspec.heads.trees import CandidatePool, StaticPlan, StaticTree, check_choices, cut_choices
+from selfspec.heads.trees import GrownTree, StaticPlan, StaticTree, check_choices, cut_choices
 from selfspec.target import Target
 from selfspec.tree import DraftTree, Path
 
@@ -178,13 +178,11 @@ class AutoregressiveHead(DraftHead):
         columns, shape = tree.finish()
         return DraftTree(torch.cat([state.root.unsqueeze(1), self.output.vocab.to_target(columns)], 1), shape)
 
-    def _empty_tree(self, root: Tensor, budget: Budget) -> CandidatePool | StaticTree | None:
+    def _empty_tree(self, root: Tensor, budget: Budget) -> GrownTree | StaticTree | None:
         if self._choices is None:
             guesses = (self.config.tree_nodes if budget.nodes is None else budget.nodes) - 1
             levels = min(self.config.tree_depth, budget.depth, guesses)
-            return (
-                CandidatePool(root.shape[0], self.config.tree_top_k, guesses, levels, root.device) if levels else None
-            )
+            return GrownTree(root.shape[0], self.config.tree_top_k, guesses, levels, root.device) if levels else None
         guesses = len(self._choices) if budget.nodes is None else min(budget.nodes - 1, len(self._choices))
         if min(guesses, budget.depth) < 1:
             return None

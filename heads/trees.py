@@ -80,15 +80,11 @@ class CandidatePool:
     Args:
         batch: B.
         top_k: k, both children per node and width of the beam.
-        guesses: nodes of the tree, the root not counted.
-        levels: the most levels to grow.
         device: of the logits.
     """
 
-    def __init__(self, batch: int, top_k: int, guesses: int, levels: int, device: torch.device) -> None:
+    def __init__(self, batch: int, top_k: int, device: torch.device) -> None:
         self.top_k = top_k
-        self.guesses = guesses
-        self.levels = levels
         self._scores: list[Tensor] = []
         self._columns: list[Tensor] = []
         self._parents: list[Tensor] = []
@@ -120,30 +116,53 @@ class CandidatePool:
         self._size += scores.shape[1]
         return columns.gather(1, order), order // children
 
-    @property
-    def done(self) -> bool:
-        """Whether all levels are grown, or no deeper node can be in the tree any more, in any row."""
-        if len(self._scores) == self.levels:
-            return True
-        if self._size < self.guesses:
+    def settled(self, guesses: int) -> bool:
+        """Whether no deeper node can be among the best `guesses` any more, in any row."""
+        if self._size < guesses:
             return False
-        worst = torch.cat(self._scores, 1).topk(self.guesses).values[:, -1]
+        worst = torch.cat(self._scores, 1).topk(guesses).values[:, -1]
         return bool((worst >= self._beam_scores[:, 0]).all())
 
-    def finish(self) -> tuple[Tensor, TreeShape]:
-        """The best entries of the pool (all, if it holds fewer than the tree), in the pool's order.
+    def best(self, guesses: int) -> tuple[Tensor, TreeShape]:
+        """The best `guesses` entries of the pool (all, if it holds fewer), in the pool's order.
 
         Returns:
             Their draft columns `[B, N - 1]` and the links of the tree of N nodes with the root in front.
         """
         scores, columns, parents = (torch.cat(part, 1) for part in (self._scores, self._columns, self._parents))
-        chosen = scores.sort(descending=True, stable=True).indices[:, : self.guesses].sort(1).values
+        chosen = scores.sort(descending=True, stable=True).indices[:, :guesses].sort(1).values
         batch, count = chosen.shape
         place = torch.zeros(batch, self._size + 1, dtype=torch.long, device=chosen.device)
         place.scatter_(1, chosen + 1, torch.arange(1, count + 1, device=chosen.device).expand(batch, -1))
         links = place.gather(1, parents.gather(1, chosen) + 1)
         root = torch.full((batch, 1), -1, dtype=torch.long, device=chosen.device)
         return columns.gather(1, chosen), TreeShape(torch.cat([root, links], 1))
+
+
+class GrownTree(CandidatePool):
+    """A pool with the size of its tree.
+
+    Args:
+        batch: B.
+        top_k: k, both children per node and width of the beam.
+        guesses: nodes of the tree, the root not counted.
+        levels: the most levels to grow.
+        device: of the logits.
+    """
+
+    def __init__(self, batch: int, top_k: int, guesses: int, levels: int, device: torch.device) -> None:
+        super().__init__(batch, top_k, device)
+        self.guesses = guesses
+        self.levels = levels
+
+    @property
+    def done(self) -> bool:
+        """Whether all levels are grown, or no deeper node can be in the tree any more, in any row."""
+        return len(self._scores) == self.levels or self.settled(self.guesses)
+
+    def finish(self) -> tuple[Tensor, TreeShape]:
+        """See `best`."""
+        return self.best(self.guesses)
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,7 +213,7 @@ class StaticPlan:
 
 
 class StaticTree:
-    """A static tree being filled; grows as a `CandidatePool` does."""
+    """A static tree being filled; grows as a `GrownTree` does."""
 
     def __init__(self, plan: StaticPlan) -> None:
         self.plan = plan

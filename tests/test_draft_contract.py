@@ -23,11 +23,8 @@ from selfspec.errors import CheckpointError, ConfigError
 from selfspec.head import DraftHead
 from selfspec.heads.dflash_config import DFlashConfig
 from selfspec.heads.eagle import EagleConfig
-<<<<<<< HEAD
-from selfspec.heads.layer_skip import LayerSkipConfig
-=======
 from selfspec.heads.eagle3 import Eagle3Config
->>>>>>> a56c84e (EAGLE-3 heads; static trees for EAGLE; what both share in a file of its own)
+from selfspec.heads.layer_skip import LayerSkipConfig
 from selfspec.heads.lookup import LookupConfig
 from selfspec.heads.medusa import MedusaConfig
 from selfspec.target import Target
@@ -53,11 +50,8 @@ SELF = {"threshold": 0.0, "adaptive": False, "depth": 3, "top_k": 3}
 ROWS = [
     Row("dflash", lambda **kw: DFlashConfig(**{"draft_vocab_size": 50, "block_size": 4, **kw})),
     Row("eagle", lambda **kw: EagleConfig(**{"draft_vocab_size": 50, **kw})),
-<<<<<<< HEAD
-    Row("layer-skip", lambda **kw: LayerSkipConfig(**{**SELF, "skip_attention": [1], "skip_mlp": [1, 2], **kw}), False),
-=======
     Row("eagle3", lambda **kw: Eagle3Config(**{"draft_vocab_size": 50, **kw})),
->>>>>>> a56c84e (EAGLE-3 heads; static trees for EAGLE; what both share in a file of its own)
+    Row("layer-skip", lambda **kw: LayerSkipConfig(**{**SELF, "skip_attention": [1], "skip_mlp": [1, 2], **kw}), False),
     Row("lookup", lambda **kw: LookupConfig(), trainable=False),
     Row("medusa", lambda **kw: MedusaConfig(**{"draft_vocab_size": 50, "num_heads": 3, **kw})),
 ]

@@ -104,13 +104,13 @@ def logits_of(*rows: list[float]) -> Tensor:
 
 
 def test_a_grown_tree_by_hand() -> None:
-    pool = CandidatePool(1, 2, 4, 9, torch.device("cpu"))
+    pool = CandidatePool(1, 2, torch.device("cpu"))
     beam, origin = pool.grow(logits_of([0.6, 0.3, 0.05]))
     assert (beam.tolist(), origin.tolist()) == ([[0, 1]], [[0, 0]])
     beam, origin = pool.grow(logits_of([0.5, 0.1, 0.3], [0.1, 0.8, 0.05]))
     # 0.6 * 0.5 = 0.30, 0.6 * 0.3 = 0.18, 0.3 * 0.8 = 0.24, 0.3 * 0.1 = 0.03
     assert (beam.tolist(), origin.tolist()) == ([[0, 1]], [[0, 1]])
-    columns, shape = pool.finish()
+    columns, shape = pool.best(4)
     assert columns.tolist() == [[0, 1, 0, 1]]
     assert shape.parents.tolist() == [[-1, 0, 0, 1, 2]]
     expected = drawn(
@@ -124,10 +124,10 @@ def test_a_grown_tree_by_hand() -> None:
 
 
 def test_rows_of_a_batch_grow_trees_of_their_own() -> None:
-    pool = CandidatePool(2, 2, 2, 9, torch.device("cpu"))
+    pool = CandidatePool(2, 2, torch.device("cpu"))
     pool.grow(torch.cat([logits_of([0.9, 0.05, 0.01]), logits_of([0.45, 0.44, 0.01])]))
     pool.grow(torch.cat([logits_of([0.9, 0.05, 0.01], [0.5, 0.3, 0.1]), logits_of([0.5, 0.3, 0.1], [0.5, 0.3, 0.1])]))
-    columns, shape = pool.finish()
+    columns, shape = pool.best(2)
     assert columns.tolist() == [[0, 0], [0, 1]]
     assert shape.parents.tolist() == [[-1, 0, 1], [-1, 0, 0]]
 
@@ -135,10 +135,10 @@ def test_rows_of_a_batch_grow_trees_of_their_own() -> None:
 def test_equal_scores_keep_parents_and_go_to_the_earlier_entry() -> None:
     certain = torch.full((1, 1, 5), -torch.inf)
     certain[..., 2] = 0.0
-    pool = CandidatePool(1, 3, 2, 9, torch.device("cpu"))
+    pool = CandidatePool(1, 3, torch.device("cpu"))
     pool.grow(certain)
     pool.grow(certain.expand(1, 3, 5))
-    columns, shape = pool.finish()
+    columns, shape = pool.best(2)
     assert shape.parents.tolist() == [[-1, 0, 1]]
     assert columns.tolist() == [[2, 2]]
 
@@ -146,11 +146,11 @@ def test_equal_scores_keep_parents_and_go_to_the_earlier_entry() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_parents_of_chosen_nodes_are_chosen(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    pool = CandidatePool(3, 4, 11, 9, torch.device("cpu"))
+    pool = CandidatePool(3, 4, torch.device("cpu"))
     pool.grow(torch.randint(0, 3, (3, 1, 9), generator=generator))
     for _ in range(3):
         pool.grow(torch.randint(0, 3, (3, 4, 9), generator=generator))
-    columns, shape = pool.finish()
+    columns, shape = pool.best(11)
     assert isinstance(shape, TreeShape) and columns.shape == (3, 11)
     assert bool((shape.parents[:, 1:] < torch.arange(1, 12)).all()) and bool((shape.parents[:, 1:] >= 0).all())
     assert shape.max_depth <= 4
@@ -159,13 +159,13 @@ def test_parents_of_chosen_nodes_are_chosen(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_settled_tree_would_not_change_with_more_levels(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    pool = CandidatePool(1, 4, 6, 9, torch.device("cpu"))
+    pool = CandidatePool(1, 4, torch.device("cpu"))
     pool.grow(3 * torch.randn(1, 1, 9, generator=generator))
     settled: list[tuple[Tensor, Tensor]] = []
     for _ in range(6):
         pool.grow(torch.randn(1, 4, 9, generator=generator))
-        if settled or pool.done:
-            columns, shape = pool.finish()
+        if settled or pool.settled(6):
+            columns, shape = pool.best(6)
             settled.append((columns, shape.parents))
     assert len(settled) > 1
     assert all(torch.equal(a, settled[0][0]) and torch.equal(b, settled[0][1]) for a, b in settled)
