@@ -188,15 +188,24 @@ def test_safeai_states_and_trees(name: str, case: str, tree: dict[str, int]) -> 
     compare_rounds(peer(name, **tree), name, case)
 
 
-@pytest.mark.parametrize(("size", "tree"), [("tt16_d3_k4", SMALL), ("tt6_d4_k1", CHAIN), ("tt60_d7_k10", BIG)])
-@pytest.mark.parametrize("name", SAFEAI)
-def test_safeai_decoding(name: str, size: str, tree: dict[str, int]) -> None:
+def compare_decoding(name: str, tag: str, tree: dict[str, int]) -> None:
     head = peer(name, **tree)
     for run in golden.notes(name)["runs"]:
-        if size in run["tag"]:
+        if tag in run["tag"]:
             rounds, ids = golden.decode_rounds(head.target, head, run)
             assert ids == run["output_ids"]
             assert_rounds_equal(rounds, run)
+
+
+def test_safeai_decoding() -> None:
+    compare_decoding("eagle3", "tt16_d3_k4.p1", SMALL)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("tag", "tree"), [("tt16_d3_k4", SMALL), ("tt6_d4_k1", CHAIN), ("tt60_d7_k10", BIG)])
+@pytest.mark.parametrize("name", SAFEAI)
+def test_all_safeai_decoding(name: str, tag: str, tree: dict[str, int]) -> None:
+    compare_decoding(name, tag, tree)
 
 
 def _swap_norms(head: Eagle3) -> None:
