@@ -144,7 +144,9 @@ def test_distributions_merged_wrongly_are_seen(wrong: Merge, monkeypatch: pytest
 def test_a_chain_judged_as_a_block_only_where_the_draw_equals_the_choice_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    both = drafters(3, [Spec(LINE), Spec({(): "0"})])
+    # p = (.2, .3, .5), q = (.6, .3, .1): after draws 0 and 2 the block has weight min(1, 1/3 * 5) = 1 and is taken
+    # whole, while node by node token 0 is taken with 1/3. The other draws would have to make up for it.
+    both = [Drafter(Fixed([1.0] * 3, [0.6, 0.3, 0.1], PLAIN), spec) for spec in (Spec(LINE), Spec({(): "0"}))]
 
     def wrong(trees: Sequence[DraftTree]) -> DraftTree:
         found = merge(trees, True, 3).tree
@@ -154,7 +156,7 @@ def test_a_chain_judged_as_a_block_only_where_the_draw_equals_the_choice_is_seen
             return found
         return DraftTree(found.tokens[:, index], found.shape.keep(index), found.drawn.keep(index))
 
-    table = Table(3, 3, PLAIN)
+    table = Fixed([0.2, 0.3, 0.5], [], PLAIN)
     assert distance(table, both, monkeypatch) < TOLERANCE
     found = distance(table, both, monkeypatch, join=wrong)
     assert found > 0.001, f"total variation {found:.2e}"
