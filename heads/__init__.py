@@ -1,8 +1,11 @@
 """Draft methods, one file each; importing this package registers them."""
 
+from selfspec.heads import compose as compose
 from selfspec.heads import dflash as dflash
+from selfspec.heads import draft_model as draft_model
 from selfspec.heads import eagle as eagle
 from selfspec.heads import eagle3 as eagle3
 from selfspec.heads import layer_skip as layer_skip
 from selfspec.heads import lookup as lookup
 from selfspec.heads import medusa as medusa
+from selfspec.heads import spec_infer as spec_infer

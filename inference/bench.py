@@ -30,7 +30,6 @@ from selfspec import registry
 from selfspec._version import __version__
 from selfspec.draft import Draft
 from selfspec.errors import ConfigError
-from selfspec.inference.patch import resolve_draft
 from selfspec.inference.runs import (
     Job,
     Runner,
@@ -41,6 +40,7 @@ from selfspec.inference.runs import (
     run_transformers,
 )
 from selfspec.inference.verdict import Difference, compare, overall
+from selfspec.resolve import resolve_draft
 from selfspec.stats import Stats
 from selfspec.target import Target
 
@@ -337,6 +337,7 @@ def resolve_drafts(names: Sequence[str], target: Target) -> dict[str, Draft]:
     """
     found: dict[str, Draft] = {}
     for given in names:
-        name = given if given in registry.kinds() else Path(given).name
+        method = given.partition(":")[0]
+        name = method if method in registry.kinds() else Path(given).name
         found[given if name in found else name] = resolve_draft(given, target)
     return found

@@ -10,7 +10,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,16 +18,14 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from selfspec import hf, registry
+from selfspec import hf
 from selfspec.accept import LOSSLESS, AcceptRule
-from selfspec.checkpoint import load_head
-from selfspec.draft import Draft
 from selfspec.errors import ConfigError, UnsupportedGeneration
-from selfspec.head import DraftHead
 from selfspec.inference.engine import decode
 from selfspec.inference.request import Request, Result
 from selfspec.inference.speculation import Speculation
 from selfspec.inference.stopping import Stopper
+from selfspec.resolve import DraftLike, resolve_draft
 from selfspec.scoring import unsupported_processors
 from selfspec.target import Target
 
@@ -46,7 +43,7 @@ _HANDLED_KWARGS = {
 
 def patch(
     model: PreTrainedModel,
-    draft: str | Path | Draft,
+    draft: DraftLike,
     *,
     nodes: int | None = None,
     accept: str | AcceptRule = LOSSLESS,
@@ -58,8 +55,9 @@ def patch(
 
     Args:
         model: a causal language model; its weights and its code are not touched.
-        draft: a folder or Hub id of trained heads, the name of a method that needs no training, or any object that
-            implements `selfspec.draft.Draft`.
+        draft: a folder or Hub id of trained heads, the name of a method that needs no training (with what it works on
+            after a colon where it wants something, as `draft-model:FOLDER`) or its configuration as a dict, any object
+            that implements `selfspec.draft.Draft`, or a list of these, which draft together.
         nodes: the most nodes of a tree, the root included; None leaves it to the draft.
         accept: the rule for sampled text, see `selfspec.accept.AcceptRule`. Rules with "lossy" in their name change the
             distribution of the text, and the report says so.
@@ -100,37 +98,6 @@ def unpatch(model: PreTrainedModel) -> PreTrainedModel:
             model.__dict__["generate"] = speculation.replaced
         speculation.target.release()
     return model
-
-
-def resolve_draft(
-    draft: str | Path | Draft,
-    target: Target,
-    revision: str | None = None,
-    token: str | None = None,
-    check_base: bool = True,
-) -> Draft:
-    """A draft from a name, a folder, a Hub id, or itself."""
-    if isinstance(draft, DraftHead) and draft.target.model is not target.model:
-        raise ConfigError(
-            f"this {draft.kind} head was built on another model object; build it on this one, or save it and give its "
-            "folder"
-        )
-    if isinstance(draft, type):
-        raise ConfigError(f"{draft.__name__} is a class, wanted a draft made from it")
-    if isinstance(draft, Draft):
-        return draft
-    if not isinstance(draft, (str, Path)):
-        missing = [name for name in ("kind", "needs", "begin", "propose", "observe") if not hasattr(draft, name)]
-        raise ConfigError(f"{type(draft).__name__} is not a Draft: it lacks {', '.join(missing)}")
-    if str(draft) in registry.kinds() and not Path(draft).is_dir():
-        cls = registry.method(str(draft))
-        if issubclass(cls, DraftHead):
-            raise ConfigError(
-                f"{draft!r} heads must be trained first: run `selfspec train`, then give the folder it wrote"
-            )
-        found: Draft = cls.from_target(cls.config_class(), target)
-        return found
-    return load_head(draft, target, revision=revision, token=token, check_base=check_base)
 
 
 class _Generate:

@@ -233,22 +233,29 @@ class Target:
         cache.commit(counts)
         return output
 
-    def verify(self, tree: DraftTree, cache: SlotCache, needs: Needs) -> TargetOutput:
-        """One pass over all nodes of a tree. The nodes stay uncommitted until `cache.keep`."""
+    def verify(self, tree: DraftTree, cache: SlotCache, needs: Needs, written: int = 0) -> TargetOutput:
+        """One pass over the nodes of a tree. They stay uncommitted until `cache.keep`.
+
+        Args:
+            tree: N nodes.
+            cache: holds what was committed.
+            needs: which hidden states to return.
+            written: how many nodes earlier passes over the same tree have read since the last commit; this pass reads
+                the others, and its output is about them.
+        """
         slots = cache.slots
         mask: Tensor | dict[str, Tensor] | None = None
         if tree.nodes > 1 or not slots.uniform:
-            mask = self.tree_mask(tree.shape, slots, tree.nodes)
-        positions = tree_positions(tree.shape, slots).expand_as(tree.tokens)
+            mask = self.tree_mask(tree.shape, slots, tree.nodes - written)
+        tokens = tree.tokens[:, written:]
+        positions = tree_positions(tree.shape, slots)[:, written:].expand_as(tokens)
         head = self._head_for_few_rows()
         computed = self._finish(tree, cache, needs)
         if head is None:
-            with resume(computed):
-                return self._forward(tree.tokens, cache, mask, positions, 0, needs)
-        with self._tap(needs) as tap, resume(computed):
-            hidden = self._last_hidden(
-                tree.tokens, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True
-            )
+            with resume(computed), cache.drafting(written):
+                return self._forward(tokens, cache, mask, positions, 0, needs)
+        with self._tap(needs) as tap, resume(computed), cache.drafting(written):
+            hidden = self._last_hidden(tokens, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True)
         layers = tuple(tap.layers[k] for k in needs.layers)
         return TargetOutput(self.finish_logits(head(hidden)), hidden if needs.hidden else None, layers)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tiny
+import tiny_folder
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import chunk
@@ -21,12 +22,15 @@ from selfspec.checkpoint import CONFIG, WEIGHTS, load_head, replacing, save_head
 from selfspec.draft import Budget, Draft, Needs, Sampling, Verified
 from selfspec.errors import CheckpointError, ConfigError
 from selfspec.head import DraftHead
+from selfspec.heads.compose import ComposeConfig
 from selfspec.heads.dflash_config import DFlashConfig
+from selfspec.heads.draft_model import DraftModelConfig
 from selfspec.heads.eagle import EagleConfig
 from selfspec.heads.eagle3 import Eagle3Config
 from selfspec.heads.layer_skip import LayerSkipConfig
 from selfspec.heads.lookup import LookupConfig
 from selfspec.heads.medusa import MedusaConfig
+from selfspec.heads.spec_infer import SpecInferConfig
 from selfspec.target import Target
 from selfspec.tree import DraftTree
 from selfspec.vocab import most_frequent
@@ -47,13 +51,19 @@ class Row:
 SELF = {"threshold": 0.0, "adaptive": False, "depth": 3, "top_k": 3}
 """Self-drafts whose trees depend on the text alone; the adaptive exit has tests of its own."""
 
+LIKE_IT = {"kind": "draft-model", "model": tiny_folder.small(), "draws": False}
+OTHER = {**LIKE_IT, "model": tiny_folder.small("gemma3"), "top_k": 1}
+
 ROWS = [
+    Row("compose", lambda **kw: ComposeConfig(parts=["lookup", LIKE_IT]), trainable=False),
     Row("dflash", lambda **kw: DFlashConfig(**{"draft_vocab_size": 50, "block_size": 4, **kw})),
+    Row("draft-model", lambda **kw: DraftModelConfig(model=LIKE_IT["model"], draws=False), trainable=False),
     Row("eagle", lambda **kw: EagleConfig(**{"draft_vocab_size": 50, **kw})),
     Row("eagle3", lambda **kw: Eagle3Config(**{"draft_vocab_size": 50, **kw})),
     Row("layer-skip", lambda **kw: LayerSkipConfig(**{**SELF, "skip_attention": [1], "skip_mlp": [1, 2], **kw}), False),
     Row("lookup", lambda **kw: LookupConfig(), trainable=False),
     Row("medusa", lambda **kw: MedusaConfig(**{"draft_vocab_size": 50, "num_heads": 3, **kw})),
+    Row("spec-infer", lambda **kw: SpecInferConfig(drafts=[LIKE_IT, OTHER]), trainable=False),
 ]
 TRAINABLE = [row for row in ROWS if row.trainable]
 each = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.kind)

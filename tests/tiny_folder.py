@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
+from functools import cache
 from pathlib import Path
 
+import tiny
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
@@ -33,4 +36,18 @@ def save(folder: Path, seed: int = 0, initializer_range: float = 0.3, max_positi
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+_HELD: list[tempfile.TemporaryDirectory[str]] = []
+
+
+@cache
+def small(name: str = "llama", seed: int = 7) -> str:
+    """A folder with one of the models of `tiny.py`, for drafting, and a tokenizer of its 97 tokens."""
+    _HELD.append(tempfile.TemporaryDirectory())
+    folder = _HELD[-1].name
+    tiny.model(name, seed=seed).save_pretrained(folder)
+    words = {f"w{number}": number for number in range(tiny.VOCAB)}
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0"))).save_pretrained(folder)
     return folder

@@ -22,7 +22,6 @@ from selfspec import recipes, registry
 from selfspec.checkpoint import WEIGHTS, write_json
 from selfspec.draft import Draft
 from selfspec.errors import ConfigError
-from selfspec.head import DraftHead
 from selfspec.inference.bench import (
     PLAIN,
     TRANSFORMERS,
@@ -60,7 +59,7 @@ def demo_recipes() -> dict[str, str]:
 
 def untrained_kinds() -> list[str]:
     """Methods that need no training."""
-    return [kind for kind in registry.kinds() if not issubclass(registry.method(kind), DraftHead)]
+    return registry.ready()
 
 
 def run_demo(settings: DemoSettings, console: Console | None = None) -> dict[str, Any]:
