@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from selfspec._version import __version__
-from selfspec.cli import demo, formats, measure, training, use
+from selfspec.cli import certify, demo, formats, measure, training, use
 from selfspec.errors import SelfspecError
 
 DEBUG = "--debug"
@@ -26,6 +26,7 @@ for command in (
     training.train,
     measure.evaluate,
     measure.bench,
+    certify.certify,
     use.generate,
     formats.import_,
     formats.export,
