@@ -5,7 +5,10 @@ from selfspec.heads import dflash as dflash
 from selfspec.heads import draft_model as draft_model
 from selfspec.heads import eagle as eagle
 from selfspec.heads import eagle3 as eagle3
+from selfspec.heads import early_exit as early_exit
 from selfspec.heads import layer_skip as layer_skip
 from selfspec.heads import lookup as lookup
+from selfspec.heads import low_rank as low_rank
 from selfspec.heads import medusa as medusa
 from selfspec.heads import spec_infer as spec_infer
+from selfspec.heads import swift as swift

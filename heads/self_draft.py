@@ -20,10 +20,11 @@ from selfspec.cache import SlotCache
 from selfspec.draft import Budget, DraftState, Needs, Sampling, Verified
 from selfspec.draft_pass import Plan
 from selfspec.errors import ConfigError
-from selfspec.head import DraftConfig, DraftOutput
+from selfspec.head import DraftConfig
 from selfspec.heads.trees import CandidatePool
+from selfspec.heads.trunk import ReducedOutput, Trunk, WholeOutput
 from selfspec.target import Target
-from selfspec.tree import Computed, DraftTree, Drawn, TreeShape
+from selfspec.tree import Computed, DraftTree, TreeShape
 
 S = TypeVar("S", bound="SelfDraft")
 
@@ -83,47 +84,6 @@ class SelfDraftConfig(DraftConfig):
             self.draft_vocab_size = self.draft_vocab_size or len(self.vocab_ids)
 
 
-class WholeOutput:
-    """The target's own output head, by reference."""
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-        self.token_ids: Tensor | None = None
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """`[B, n, D]` to logits `[B, n, V]`."""
-        return self.target.head(hidden)
-
-    def to_target(self, columns: Tensor) -> Tensor:
-        """Columns are the target's ids."""
-        return columns
-
-
-class ReducedOutput(WholeOutput):
-    """Some rows of the target's output head.
-
-    Args:
-        target: the target.
-        ids: `[Q]` distinct token ids.
-    """
-
-    def __init__(self, target: Target, ids: Tensor) -> None:
-        super().__init__(target)
-        self._output = DraftOutput(target, ids.numel(), own=False)
-        self._output.vocab.to(ids.device)
-        self._output.set_vocab(ids)
-        self.token_ids = self._output.vocab.ids
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """`[B, n, D]` to logits `[B, n, Q]`."""
-        logits: Tensor = self._output(hidden)
-        return logits
-
-    def to_target(self, columns: Tensor) -> Tensor:
-        """Draft columns to the target's ids."""
-        return self._output.vocab.to_target(columns)
-
-
 @dataclass(eq=False)
 class SelfState(DraftState):
     """The target's cache, and per row the newest token, the exit threshold, the rate of acceptance `[B]` each.
@@ -156,6 +116,8 @@ class SelfDraft(ABC):
     kind: ClassVar[str]
     config_class: ClassVar[type[SelfDraftConfig]]
     needs = Needs(cache=True)
+    shares = False
+    """Whether verification goes on from the hidden states at the exit, where the plan has one."""
 
     def __init__(self, config: SelfDraftConfig, target: Target) -> None:
         config.kind = self.kind
@@ -215,7 +177,8 @@ class SelfDraft(ABC):
         if self.config.beam > 1:
             return self._grow(state, levels, guesses)
         draws = self.config.draws and sampling.do_sample
-        trunk = _Trunk(state.root, draws, self._children(levels, guesses, draws), sampling.temperature, generator)
+        children = self._children(levels, guesses, draws)
+        trunk = Trunk(state.root, children, sampling if draws else None, generator)
         return self._run_trunk(state, trunk, levels, guesses)
 
     def _children(self, levels: int, guesses: int, draws: bool) -> int:
@@ -225,13 +188,13 @@ class SelfDraft(ABC):
 
     # Trunk
 
-    def _run_trunk(self, state: SelfState, trunk: _Trunk, levels: int, guesses: int) -> DraftTree:
+    def _run_trunk(self, state: SelfState, trunk: Trunk, levels: int, guesses: int) -> DraftTree:
         exits: list[Tensor] = []
         tokens = state.root.unsqueeze(1)
         for level in range(levels):
             shape = TreeShape.chain(level, tokens.device)
             hidden, exit_hidden = self.target.passes.run(shape, tokens, state.cache, state.plan)
-            if exit_hidden is not None:
+            if self.shares and exit_hidden is not None:
                 exits.append(exit_hidden)
             columns = trunk.add(state.output(hidden)[:, 0], state.threshold)
             tokens = state.output.to_target(columns[:, :1])
@@ -284,109 +247,3 @@ class SelfDraft(ABC):
         seen[verified.tokens[real]] = 1
         seen[verified.root] = 1
         return seen.sort(descending=True, stable=True).indices[:size]
-
-
-class _Trunk:
-    """The guesses of one round, level by level, and the tree they make.
-
-    Args:
-        root: `[B]`.
-        draws: draw without replacement instead of taking the likeliest.
-        children: k, the most per level.
-        temperature: of the draws.
-        generator: of the draws.
-    """
-
-    def __init__(
-        self, root: Tensor, draws: bool, children: int, temperature: float, generator: torch.Generator | None
-    ) -> None:
-        self.root = root
-        self.draws = draws
-        self.children = children
-        self.temperature = temperature
-        self.generator = generator
-        self.alive = torch.ones_like(root, dtype=torch.bool)
-        self.columns: list[Tensor] = []
-        self.real: list[Tensor] = []
-        self.gains: list[Tensor] = []
-        self.probs: list[Tensor] = []
-
-    def add(self, logits: Tensor, threshold: Tensor) -> Tensor:
-        """Guess the children of the trunk's last node.
-
-        Args:
-            logits: `[B, Q]`.
-            threshold: `[B]`, the confidence below which a row ends after this level.
-
-        Returns:
-            Draft columns `[B, k]`, the one that goes on first.
-        """
-        logits = logits.to(self.root.device, torch.float32)
-        children = min(self.children, logits.shape[-1])
-        confidence = logits.softmax(-1).amax(-1)
-        if self.draws:
-            scores = (logits / self.temperature).log_softmax(-1)
-            self.probs.append(scores.exp())
-            columns = (scores + self._gumbel(scores)).topk(children).indices
-        else:
-            scores = logits.log_softmax(-1)
-            columns = scores.topk(children).indices
-        gains = scores.gather(1, columns)
-        possible = gains.exp() > 0 if self.draws else torch.ones_like(columns, dtype=torch.bool)
-        self.columns.append(columns)
-        self.gains.append(gains)
-        self.real.append(possible & self.alive.unsqueeze(1))
-        self.alive = self.alive & possible[:, 0] & (confidence >= threshold)
-        return columns
-
-    def _gumbel(self, like: Tensor) -> Tensor:
-        """Noise with which the top k are draws without replacement (Kool et al. 2019, section 2.3)."""
-        uniform = torch.empty(like.shape, device=like.device).exponential_(generator=self.generator)
-        return -uniform.clamp_min_(torch.finfo(uniform.dtype).tiny).log()
-
-    def goes_on(self) -> bool:
-        """Whether any row is confident enough to be drafted further."""
-        return bool(self.alive.any())
-
-    def lengths(self) -> list[int]:
-        """Per row the levels of its trunk."""
-        lengths: list[int] = torch.stack([real[:, 0] for real in self.real]).sum(0).tolist()
-        return lengths
-
-    def tree(self, guesses: int, output: WholeOutput, computed: Computed | None) -> DraftTree:
-        """The root, the trunk, then side branches by level and rank."""
-        levels, device = len(self.columns), self.root.device
-        columns, real = torch.stack(self.columns, 1), torch.stack(self.real, 1)
-        side, level = self._sides(guesses - levels)
-        batch = self.root.shape[0]
-        trunk = torch.arange(-1, levels, device=device).expand(batch, -1)
-        parents = torch.cat([trunk, level], 1)
-        tokens = torch.cat([columns[:, :, 0], columns[:, :, 1:].flatten(1).gather(1, side)], 1)
-        flags = torch.cat([real[:, :, 0], real[:, :, 1:].flatten(1).gather(1, side)], 1)
-        flags = torch.cat([torch.ones_like(flags[:, :1]), flags], 1)
-        shape = TreeShape(parents, None if bool(flags.all()) else flags)
-        tokens = torch.cat([self.root.unsqueeze(1), output.to_target(tokens)], 1)
-        return DraftTree(tokens, shape, self._drawn(parents.shape[1], output), computed)
-
-    def _sides(self, room: int) -> tuple[Tensor, Tensor]:
-        """Which side branches to keep, `[B, s]` indices into levels x (k - 1), and the trunk node each hangs on."""
-        gains = torch.stack(self.gains, 1)
-        others = gains.shape[2] - 1
-        count = min(max(room, 0), gains.shape[1] * others)
-        if self.draws or count == gains.shape[1] * others:  # drawn ones: `children` made sure that all fit
-            kept = torch.arange(gains.shape[1] * others, device=gains.device).expand(gains.shape[0], -1)
-        else:
-            before = torch.cat([torch.zeros_like(gains[:, :1, 0]), gains[:, :-1, 0].cumsum(1)], 1)
-            scores = (before.unsqueeze(2) + gains[:, :, 1:]).masked_fill(
-                ~torch.stack(self.real, 1)[:, :, 1:], -torch.inf
-            )
-            order = scores.flatten(1).sort(descending=True, stable=True).indices
-            kept = order[:, :count].sort(1).values
-        return kept, kept // max(others, 1)
-
-    def _drawn(self, nodes: int, output: WholeOutput) -> Drawn | None:
-        if not self.draws:
-            return None
-        probs = torch.stack(self.probs, 1)
-        missing = probs.new_zeros(probs.shape[0], nodes - probs.shape[1], probs.shape[2])
-        return Drawn(torch.cat([probs, missing], 1), None, False, output.token_ids)

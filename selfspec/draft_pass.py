@@ -257,6 +257,10 @@ class DraftPasses:
                 "only the attention of these upper layers can be left out, and there is no early exit"
             )
 
+    def parts_apart(self) -> bool:
+        """Whether attention and MLP of a layer can be left out one without the other."""
+        return not self._lacking and self._drift <= _NO_DRIFT
+
     def _refuse_single_parts(self) -> None:
         if self._lacking:
             raise UnsupportedModel(
@@ -288,7 +292,29 @@ class DraftPasses:
         new = tokens.shape[1]
         mask = self.target.tree_mask(shape, cache.slots, new)
         positions = tree_positions(shape, cache.slots)[:, -new:].expand_as(tokens)
-        with torch.no_grad(), cache.drafting(shape.nodes - new), _running(_Running(plan)) as running:
+        with cache.drafting(shape.nodes - new):
+            return self._forward(tokens, mask, positions, cache, plan)
+
+    def read_again(self, tokens: Tensor, cache: SlotCache, plan: Plan) -> Tensor:
+        """Run the last T committed tokens as the plan says, to see how it would have drafted after each of them.
+
+        Args:
+            tokens: `[B, T]` int64, the newest tokens in the cache.
+            cache: the target's; nothing is committed. Windowed layers do not see beyond their view of the next pass.
+            plan: a checked one.
+
+        Returns:
+            The last hidden state `[B, T, D]` after the final norm.
+        """
+        count = tokens.shape[1]
+        positions = cache.slots.lengths_tensor().unsqueeze(1) - count + torch.arange(count, device=tokens.device)
+        mask = self.target.reading_mask(count, cache.slots)
+        return self._forward(tokens, mask, positions, cache, plan)[0]
+
+    def _forward(
+        self, tokens: Tensor, mask: Any, positions: Tensor, cache: SlotCache, plan: Plan
+    ) -> tuple[Tensor, Tensor | None]:
+        with torch.no_grad(), _running(_Running(plan)) as running:
             output = hf.decoder_of(self.target.model)(
                 input_ids=tokens, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True
             )

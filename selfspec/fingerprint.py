@@ -28,7 +28,7 @@ def fingerprint(target: Target) -> str:
         return f"config:{architecture}"
     for weight in samples:
         assert weight is not None
-        digest.update(_sample(weight))
+        digest.update(sample(weight))
     return f"weights:{architecture}:{digest.hexdigest()[:32]}"
 
 
@@ -39,6 +39,7 @@ def matches(saved: str, found: str) -> bool:
     return saved.split(":")[1] == found.split(":")[1]
 
 
-def _sample(weight: Tensor) -> bytes:
+def sample(weight: Tensor) -> bytes:
+    """Bytes of the first and the last rows of a weight, rounded to bfloat16."""
     rows = weight if weight.ndim == 1 else torch.cat([weight[:_ROWS], weight[-_ROWS:]])
     return rows.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes()

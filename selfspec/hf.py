@@ -19,6 +19,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 from transformers.generation import GenerationMixin
+from transformers.pytorch_utils import Conv1D
 
 from selfspec.errors import UnsupportedModel
 
@@ -40,6 +41,7 @@ __all__ = [
     "dynamic_cache",
     "layer_windows",
     "mask_kinds",
+    "matrix_of",
     "mlp_of",
     "rope_switch",
     "sample_plainly",
@@ -85,6 +87,16 @@ def attention_of(block: nn.Module) -> nn.Module | None:
 def mlp_of(block: nn.Module) -> nn.Module | None:
     """The MLP (or mixture of experts) of a decoder block; None if it is no module of its own under a usual name."""
     return _child(block, _MLP)
+
+
+def matrix_of(module: nn.Module) -> Tensor | None:
+    """The weight `[out, in]` of a linear layer, by reference; None for other modules and for packed weights."""
+    weight = getattr(module, "weight", None)
+    if type(module) not in (nn.Linear, Conv1D) or not isinstance(weight, Tensor):
+        return None
+    if weight.is_meta or weight.numel() == 0 or not weight.is_floating_point():
+        return None
+    return weight.detach().t() if type(module) is Conv1D else weight.detach()
 
 
 def _child(block: nn.Module, names: tuple[str, ...]) -> nn.Module | None:

@@ -52,6 +52,20 @@ def _visible_uniform(shape: TreeShape, length: int, first: int, end: int, window
     return mask
 
 
+def visible_again(count: int, slots: Slots, window: int | None) -> Tensor:
+    """`[B, T, S]` bool: what the last T committed tokens of each row see when they are read anew behind the cache.
+
+    Each sees the committed tokens before those T, and the T as they stand behind the committed slots.
+    """
+    first, end = slots.view(window, count)
+    behind = torch.arange(first, end, device=slots.device).unsqueeze(0) - slots.lengths_tensor().unsqueeze(1)
+    place = torch.where(behind < 0, behind + count, behind).unsqueeze(1)
+    there = ((behind < -count) | ((behind >= 0) & (behind < count))).unsqueeze(1)
+    line = torch.arange(count, device=slots.device).unsqueeze(-1)
+    seen = there & (place <= line)
+    return seen if window is None else seen & (line - place < window)
+
+
 def as_attention_mask(seen: Tensor, attention: str, dtype: torch.dtype) -> Tensor:
     """`[B, N, S]` bool to the `[B, 1, N, S]` mask that this attention back end takes."""
     if attention == "sdpa":

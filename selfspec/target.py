@@ -6,7 +6,7 @@ Letters: B rows, P prompt tokens, N tree nodes, V vocabulary, D hidden size, L l
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from selfspec.cache import SlotCache, Slots
 from selfspec.draft import Needs
 from selfspec.draft_pass import DraftPasses, resume
 from selfspec.errors import UnsupportedModel
-from selfspec.masks import as_attention_mask, tree_positions, visible
+from selfspec.masks import as_attention_mask, tree_positions, visible, visible_again
 from selfspec.output_head import FewRowsHead
 from selfspec.tree import Computed, DraftTree, TreeShape
 
@@ -267,10 +267,14 @@ class Target:
 
     def tree_mask(self, shape: TreeShape, slots: Slots, new: int) -> Tensor | dict[str, Tensor]:
         """What `forward` takes as attention mask for the last `new` nodes of a tree, `[B or 1, 1, new, S]` each."""
-        masks = {
-            kind: as_attention_mask(visible(shape, slots, window)[:, -new:], self.attention, self.dtype)
-            for kind, window in self.mask_kinds.items()
-        }
+        return self._masks(lambda window: visible(shape, slots, window)[:, -new:])
+
+    def reading_mask(self, count: int, slots: Slots) -> Tensor | dict[str, Tensor]:
+        """The same for the last `count` committed tokens, read anew (see `masks.visible_again`)."""
+        return self._masks(lambda window: visible_again(count, slots, window))
+
+    def _masks(self, seen: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
+        masks = {k: as_attention_mask(seen(w), self.attention, self.dtype) for k, w in self.mask_kinds.items()}
         return masks[None] if None in masks else {str(kind): mask for kind, mask in masks.items()}
 
     @property

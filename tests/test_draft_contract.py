@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,13 @@ from selfspec.heads.dflash_config import DFlashConfig
 from selfspec.heads.draft_model import DraftModelConfig
 from selfspec.heads.eagle import EagleConfig
 from selfspec.heads.eagle3 import Eagle3Config
+from selfspec.heads.early_exit import EarlyExitConfig
 from selfspec.heads.layer_skip import LayerSkipConfig
 from selfspec.heads.lookup import LookupConfig
+from selfspec.heads.low_rank import LowRankConfig
 from selfspec.heads.medusa import MedusaConfig
 from selfspec.heads.spec_infer import SpecInferConfig
+from selfspec.heads.swift import SwiftConfig
 from selfspec.target import Target
 from selfspec.tree import DraftTree
 from selfspec.vocab import most_frequent
@@ -60,14 +63,25 @@ ROWS = [
     Row("draft-model", lambda **kw: DraftModelConfig(model=LIKE_IT["model"], draws=False), trainable=False),
     Row("eagle", lambda **kw: EagleConfig(**{"draft_vocab_size": 50, **kw})),
     Row("eagle3", lambda **kw: Eagle3Config(**{"draft_vocab_size": 50, **kw})),
+    Row("early-exit", lambda **kw: EarlyExitConfig(**{**SELF, "exit_layer": 2, **kw}), False),
     Row("layer-skip", lambda **kw: LayerSkipConfig(**{**SELF, "skip_attention": [1], "skip_mlp": [1, 2], **kw}), False),
     Row("lookup", lambda **kw: LookupConfig(), trainable=False),
+    Row("low-rank", lambda **kw: LowRankConfig(**{**SELF, "rank": 0.5, **kw}), False),
     Row("medusa", lambda **kw: MedusaConfig(**{"draft_vocab_size": 50, "num_heads": 3, **kw})),
     Row("spec-infer", lambda **kw: SpecInferConfig(drafts=[LIKE_IT, OTHER]), trainable=False),
+    Row("swift", lambda **kw: SwiftConfig(**{**SELF, "trials": 0, "remember": False, **kw}), False),
 ]
 TRAINABLE = [row for row in ROWS if row.trainable]
 each = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.kind)
 each_trainable = pytest.mark.parametrize("row", TRAINABLE, ids=lambda row: row.kind)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Factors of low-rank drafts are kept here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SELFSPEC_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])

@@ -1,0 +1,180 @@
+"""Low rank: the draft pass runs all layers with the big matrices replaced by two thin ones.
+
+A weight `W` `[out, in]` becomes `U_r S_r V_r^T`, the best approximation of rank r (Eckart and Young 1936), computed
+once and kept on disk. A product then reads r (in + out) numbers in place of in * out. Only linear layers are replaced;
+experts that a model keeps in one stacked tensor, embeddings and the output head stay whole.
+
+Letters: r rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from selfspec import hf
+from selfspec.draft_pass import Factors, Plan
+from selfspec.errors import ConfigError, UnsupportedModel
+from selfspec.fingerprint import fingerprint, sample
+from selfspec.heads.self_draft import SelfDraft, SelfDraftConfig
+from selfspec.models import cache_folder
+from selfspec.outputs import whole_file
+from selfspec.registry import register
+from selfspec.target import Target
+
+_MANY = 16
+
+
+@dataclass(kw_only=True)
+class LowRankConfig(SelfDraftConfig):
+    """Configuration of low-rank drafts.
+
+    Args:
+        rank: of matrices not named in `ranks`, as a share of the rank at which two factors are as large as the matrix.
+        ranks: by kind of matrix (the last part of its module's name, for instance `down_proj`) the same; 1 leaves
+            matrices of that kind as they are.
+        folder: where factors are kept; None is `$SELFSPEC_CACHE` or `~/.cache/selfspec`.
+    """
+
+    rank: float = 0.4
+    ranks: dict[str, float] = field(default_factory=dict)
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wrong = {name: share for name, share in {"rank": self.rank, **self.ranks}.items() if not 0 < share <= 1}
+        if wrong:
+            raise ConfigError(f"ranks are shares in (0, 1], got {wrong}")
+
+
+@register("low-rank")
+class LowRank(SelfDraft):
+    """The target with truncated singular value decompositions of its matrices.
+
+    Raises:
+        UnsupportedModel: quantised or offloaded weights, or no linear layers.
+        ConfigError: a kind of matrix that the target does not have.
+    """
+
+    config_class = LowRankConfig
+    config: LowRankConfig
+
+    def __init__(self, config: LowRankConfig, target: Target) -> None:
+        super().__init__(config, target)
+        weights = matrices(target)
+        kinds = {_kind(name) for name in weights}
+        if unknown := sorted(set(config.ranks) - kinds):
+            raise ConfigError(f"the target has no matrices called {unknown}; it has {sorted(kinds)}")
+        ranks = {name: _rank(weight, config.ranks.get(_kind(name), config.rank)) for name, weight in weights.items()}
+        chosen = {name: rank for name, rank in ranks.items() if rank is not None}
+        folder = cache_folder() if config.folder is None else Path(config.folder)
+        factors = factorised(target, {name: weights[name] for name in chosen}, chosen, folder)
+        self._plan = target.passes.check(Plan(factors=factors))
+
+    def plan(self) -> Plan:
+        """The factors."""
+        return self._plan
+
+
+def matrices(target: Target) -> dict[str, Tensor]:
+    """The weights `[out, in]` of all linear layers in the decoder's blocks, by module name (by reference).
+
+    Raises:
+        UnsupportedModel: there are none that are plain numbers in memory.
+    """
+    decoder = hf.decoder_of(target.model)
+    blocks = {id(module) for block in hf.blocks_of(target.model) for module in block.modules()}
+    found = {}
+    for name, module in decoder.named_modules():
+        weight = hf.matrix_of(module) if id(module) in blocks else None
+        if weight is not None:
+            found[name] = weight
+    if not found:
+        raise UnsupportedModel(
+            f"{target.model_type!r} holds no linear layers with plain weights in memory (quantised, offloaded, or "
+            "experts in one tensor), so there is nothing to factorise; use another draft"
+        )
+    return found
+
+
+def _kind(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _rank(weight: Tensor, share: float) -> int | None:
+    """The rank for a share of the break-even rank; None leaves the matrix whole."""
+    rows, columns = weight.shape
+    return None if share >= 1 else max(1, int(share * rows * columns / (rows + columns)))
+
+
+def factorised(
+    target: Target, weights: Mapping[str, Tensor], ranks: Mapping[str, int], folder: Path
+) -> dict[str, Factors]:
+    """The factors of these weights, from the folder where they were kept, or made and kept.
+
+    Two processes that want the same factors at once wait for one another. A damaged file is made anew.
+
+    Args:
+        target: whose weights they are.
+        weights: by module name, `[out, in]`.
+        ranks: by module name.
+        folder: of the cache.
+    """
+    if not weights:
+        return {}
+    path = folder / "low-rank" / f"{_key(target, weights, ranks)}.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):
+        tensors = _read(path, weights)
+        if tensors is None:
+            tensors = _decompose(weights, ranks)
+            with whole_file(path) as work:
+                save_file(tensors, str(work), metadata={"format": "pt"})
+    return {
+        name: tuple(tensors[f"{name}.{part}"].to(weight.device, weight.dtype) for part in ("down", "up"))  # type: ignore[misc]
+        for name, weight in weights.items()
+    }
+
+
+def _key(target: Target, weights: Mapping[str, Tensor], ranks: Mapping[str, int]) -> str:
+    """Of the model and the ranks. Samples of every matrix are in it: models may differ in some of them alone."""
+    digest = hashlib.sha256(fingerprint(target).encode())
+    digest.update(json.dumps(dict(ranks), sort_keys=True).encode())
+    for weight in weights.values():
+        digest.update(sample(weight))
+    return digest.hexdigest()[:32]
+
+
+def _read(path: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    if not path.is_file():
+        return None
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError):
+        return None
+    wanted = {f"{name}.{part}" for name in weights for part in ("down", "up")}
+    return tensors if set(tensors) == wanted else None
+
+
+@torch.no_grad()
+def _decompose(weights: Mapping[str, Tensor], ranks: Mapping[str, int]) -> dict[str, Tensor]:
+    """`down` `[r, in]` and `up` `[out, r]` of each weight, in its own dtype, on the CPU."""
+    tensors = {}
+    quick = len(weights) < _MANY
+    for name, weight in tqdm(weights.items(), desc="low-rank factors", unit="matrix", disable=quick, leave=False):
+        left, values, right = torch.linalg.svd(weight.float(), full_matrices=False)
+        rank = ranks[name]
+        root = values[:rank].sqrt()
+        tensors[f"{name}.down"] = (root.unsqueeze(1) * right[:rank]).to(weight.dtype).cpu().contiguous()
+        tensors[f"{name}.up"] = (left[:, :rank] * root).to(weight.dtype).cpu().contiguous()
+    return tensors
