@@ -165,16 +165,15 @@ def _widened(record: Drawn, vocab_size: int) -> Tensor:
 
 
 def _tree(rows: Sequence[_Row], device: torch.device, probs: Drawn | None) -> DraftTree:
-    """Rows of several sizes as one batch; missing nodes hang on the root and are not real."""
+    """Rows of several sizes as one batch; missing nodes hang on the one before them (see `Drawn`) and are not real."""
     sizes = [len(row.tokens) for row in rows]
     nodes = max(sizes)
 
     def filled(lists: Sequence[list[int]], value: Sequence[int]) -> Tensor:
         return torch.tensor([x + [v] * (nodes - len(x)) for x, v in zip(lists, value, strict=True)], device=device)
 
-    zeros = [0] * len(rows)
     tokens = filled([row.tokens for row in rows], [row.root for row in rows])
-    parents = filled([row.parents for row in rows], zeros)
+    parents = torch.tensor([row.parents + list(range(len(row.parents) - 1, nodes - 1)) for row in rows], device=device)
     real = None
     if min(sizes) < nodes:
         real = torch.arange(nodes, device=device) < torch.tensor(sizes, device=device).unsqueeze(1)

@@ -123,6 +123,8 @@ class Children:
         self.tokens = tree.token_lists
         parents = tree.parents.expand_as(tree.tokens).tolist()
         real = None if tree.shape.real is None else tree.real().tolist()
+        self.in_line = [links == list(range(-1, tree.nodes - 1)) for links in parents]
+        """Per row, whether every node, real or not, hangs on the one before it."""
         self._of: list[dict[int, list[int]]] = []
         for row, links in enumerate(parents):
             children: dict[int, list[int]] = {}
@@ -206,7 +208,13 @@ def _walk_drawn(
 
 
 def _drawn_chain(row: int, children: Children, drawn: Drawn) -> list[int]:
-    """The nodes below the root when they form a chain and all were drawn; else nothing."""
+    """The nodes below the root when they form a chain and all were drawn; else nothing.
+
+    Nodes that are not real count: a branch may be missing because of what was drawn before it, and a rule chosen by
+    what was drawn is not exact. A chain that ends early is one all the same.
+    """
+    if not children.in_line[row]:
+        return []
     chain, below = [], children.of(row, 0)
     while below:
         if len(below) > 1 or not _is_drawn(drawn, row, below[0]):

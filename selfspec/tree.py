@@ -95,7 +95,8 @@ class Drawn:
     """The distributions that drawn nodes really came from, without which sampling is not lossless.
 
     Whether a node is in the tree may depend on the draws of nodes before it, never on its own or on later ones: a tree
-    from which unlikely draws were removed is not drawn from q any more.
+    from which unlikely draws were removed is not drawn from q any more. Nodes that are not real hang where they would
+    have stood; those that fill up a row hang on the node before them, so that a chain stays one.
 
     Args:
         probs: `[B, R, Q]` float32; without `sources` R is N and row i is the distribution from which the children of

@@ -163,6 +163,30 @@ def test_a_chain_judged_as_a_block_only_where_the_draw_equals_the_choice_is_seen
     assert found > 0.001, f"total variation {found:.2e}"
 
 
+@pytest.mark.parametrize("told", [True, False], ids=["missing branch in its place", "missing branch left out"])
+def test_a_branch_that_is_there_or_not_by_what_was_drawn_keeps_the_rule(
+    told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chain judged as a block after some draws and node by node after others is lossy."""
+    line = Spec({(): "d", (0,): "d", (0, 0): "d"})
+    alone = [Drafter(Fixed([1.0] * 3, [0.6, 0.3, 0.1], PLAIN), line)]
+
+    def branching(trees: Sequence[DraftTree]) -> DraftTree:
+        (chain,) = trees
+        assert chain.drawn is not None
+        there = int(chain.tokens[0, 2]) == 0
+        if not there and not told:
+            return chain
+        parents = torch.tensor([[-1, 0, 1, 2, 2]])
+        real = None if there else torch.tensor([[True] * 4 + [False]])
+        tokens = torch.cat([chain.tokens, torch.tensor([[2]])], 1)
+        probs = torch.cat([chain.drawn.probs, chain.drawn.probs[:, :1]], 1)
+        return DraftTree(tokens, TreeShape(parents, real), Drawn(probs, torch.tensor([[False] + [True] * 3 + [False]])))
+
+    found = distance(Fixed([0.2, 0.3, 0.5], [], PLAIN), alone, monkeypatch, join=branching)
+    assert found < TOLERANCE if told else found > 0.001, f"total variation {found:.2e}"
+
+
 def test_a_second_draft_raises_the_chance_of_acceptance_to_what_the_paper_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
