@@ -117,7 +117,7 @@ class DFlash(DraftHead):
             mask: `[B or 1, 1, A * S, places in the stores + A * S]` bool.
             stores: the context, one `KeyStore` per layer.
         """
-        tokens = roots.unsqueeze(-1).repeat(1, 1, self.config.block_size)
+        tokens = roots.unsqueeze(-1).repeat(1, 1, positions.shape[1] // roots.shape[1])
         tokens[..., 1:] = self.config.mask_token_id
         x = self.target.embed(tokens.flatten(1)).detach().to(self.fc.weight)
         turn = rotary(positions, self.config.head_dim, self.config.rope_theta)
@@ -142,15 +142,16 @@ class DFlash(DraftHead):
         state.cache.commit(verified.counts.tolist())
         return BlockState(state.cache, verified.root)
 
-    def _draft(self, state: BlockState) -> Tensor:
-        """What each guessing slot says, `[B, K, D]`."""
+    def _draft(self, state: BlockState, depth: int) -> Tensor:
+        """What the first guessing slots say, `[B, depth, D]`; a causal block is run no further than that."""
         slots = state.cache.slots
-        positions = slots.index(self.config.block_size)
-        _, end = slots.view(None, self.config.block_size)
+        size = depth + 1 if self.config.causal else self.config.block_size
+        positions = slots.index(size)
+        _, end = slots.view(None, size)
         last = positions if self.config.causal else positions[:, -1:]
         mask = (torch.arange(end, device=positions.device) <= last.unsqueeze(-1)).unsqueeze(1)
-        mask = mask.expand(-1, -1, self.config.block_size, -1)
-        return self._blocks(state.root.unsqueeze(1), positions, mask, state.cache.layers)[:, 1:]
+        said = self._blocks(state.root.unsqueeze(1), positions, mask.expand(-1, -1, size, -1), state.cache.layers)
+        return said[:, 1 : depth + 1]
 
     @torch.no_grad()
     def propose(
@@ -158,10 +159,10 @@ class DFlash(DraftHead):
     ) -> DraftTree:
         """The best tree under the budget from one pass over the block, or a drawn chain."""
         guesses = (self.config.tree_nodes if budget.nodes is None else budget.nodes) - 1
-        depth = min(self.config.block_size - 1, budget.depth, guesses)
+        depth = min(self._depths, budget.depth, guesses)
         if depth < 1:
             return DraftTree.root_only(state.root)
-        said = self._draft(state)[:, :depth]
+        said = self._draft(state, depth)
         if sampling.do_sample and self.config.draw:
             return self._drawn(state.root, said, sampling, generator)
         return self._chosen(state.root, said, guesses)

@@ -11,6 +11,7 @@ sampling accepts a token drawn from q (Leviathan et al. 2023, theorem 3.5).
 | `forward_kl` | `sum p log(p/q)`: the same gradient, zero at q = p | |
 | `reverse_kl` | `sum q log(q/p)` | Gu et al. 2024 (MiniLLM) |
 | `total_variation` | `1 - A` | Zhou et al. 2024 (DistillSpec) |
+| `ce_tv` | `0.1 (-sum p log q) + 0.9 (1 - A)` | arXiv 2607.05147 (DSpark) |
 | `lk_alpha` | `-log A` | arXiv 2602.23881 (LK losses) |
 | `lk_hybrid` | `w KL + (1 - w)(1 - A)`, `w = exp(-lk_decay * mean A)` without gradient | the same |
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from selfspec.draft import Verified
 from selfspec.errors import ConfigError
 from selfspec.head import DraftOutput, HeadConfig
+from selfspec.vocab import DraftVocab
 
 _MOST_LOGITS = 1 << 26
 """Logits kept for the backward pass at once (256 MB); beyond it they are made again there, part by part."""
@@ -163,6 +166,11 @@ def total_variation(logits: Tensor, teacher: Teacher) -> Tensor:
     return 1 - torch.minimum(_log_outcomes(logits, teacher.columns), teacher.log_p).exp().sum(-1)
 
 
+def ce_tv(logits: Tensor, teacher: Teacher) -> Tensor:
+    """A tenth of the cross entropy keeps a gradient where nothing is accepted, `[P]`."""
+    return 0.1 * soft_cross_entropy(logits, teacher) + 0.9 * total_variation(logits, teacher)
+
+
 def lk_alpha(logits: Tensor, teacher: Teacher) -> Tensor:
     """`-log A`, `[P]`: the gradient of `1 - A` divided by A, so that it does not vanish where nothing is accepted."""
     return -torch.minimum(_log_outcomes(logits, teacher.columns), teacher.log_p).logsumexp(-1)
@@ -174,14 +182,32 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Teacher], Tensor], ...]] = {
     "forward_kl": (forward_kl,),
     "reverse_kl": (reverse_kl,),
     "total_variation": (total_variation,),
+    "ce_tv": (ce_tv,),
     "lk_alpha": (lk_alpha,),
     "lk_hybrid": (forward_kl, total_variation),
 }
 """What is computed per place for each name; `lk_hybrid` weighs its two parts by the mean acceptance of the batch."""
 
 
+class Scorer(Protocol):
+    """What turns guesses into logits over a draft vocabulary."""
+
+    vocab: DraftVocab
+
+    def __call__(self, guess: Tensor, stack: int | None = None, /) -> Tensor:
+        """`[P, ...]` to `[P, Q]`."""
+
+
+@torch.no_grad()
+def acceptance(output: Scorer, guess: Tensor, teacher: Teacher) -> Tensor:
+    """A of each guess, `[P]` float32 without gradient."""
+    places = torch.arange(guess.shape[0], device=guess.device).split(_rows(output.vocab.size))
+    found = [1 - total_variation(output(guess[part]), teacher.pick(part)) for part in places]
+    return torch.cat(found).clamp(0, 1)
+
+
 def learn(
-    output: DraftOutput,
+    output: Scorer,
     guess: Tensor,
     teacher: Teacher,
     real: Tensor,

@@ -70,20 +70,20 @@ def accepted(head: DraftHead, ids: Tensor, new: int) -> list[float]:
 
 def learn_and_compare(kind: str, name: str) -> None:
     target = speaker(name)
-    head, told = trained(kind, target, 180, block_size=5, tree_top_k=1, anchors=8, num_layers=1)
+    steps = 300 if kind == "dspark" else 180  # total variation learns slowly at first
+    head, told = trained(kind, target, steps, block_size=5, tree_top_k=1, anchors=8, num_layers=1)
     found = accepted(head, cycle(12, 9, torch.Generator().manual_seed(2)), 15)  # no longer than the text of training
     assert len(found) == len(told) == 4
     assert min(found) > 0.99, found
     assert all(abs(a - b) < 0.01 for a, b in zip(told, found, strict=True)), (told, found)
 
 
-@pytest.mark.parametrize("kind", ["dflash"])
-def test_a_small_language_is_learned_whole_and_the_metrics_agree(kind: str) -> None:
-    learn_and_compare(kind, "llama")
+def test_a_small_language_is_learned_whole_and_the_metrics_agree() -> None:
+    learn_and_compare("dflash", "llama")
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["dflash"])
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "jetspec"])
 @pytest.mark.parametrize("name", tiny.NAMES)
 def test_a_small_language_is_learned_on_every_family(kind: str, name: str) -> None:
     learn_and_compare(kind, name)

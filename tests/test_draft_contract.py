@@ -25,9 +25,11 @@ from selfspec.head import DraftHead
 from selfspec.heads.compose import ComposeConfig
 from selfspec.heads.dflash_config import DFlashConfig
 from selfspec.heads.draft_model import DraftModelConfig
+from selfspec.heads.dspark import DSparkConfig
 from selfspec.heads.eagle import EagleConfig
 from selfspec.heads.eagle3 import Eagle3Config
 from selfspec.heads.early_exit import EarlyExitConfig
+from selfspec.heads.jetspec import JetSpecConfig
 from selfspec.heads.layer_skip import LayerSkipConfig
 from selfspec.heads.lookup import LookupConfig
 from selfspec.heads.low_rank import LowRankConfig
@@ -61,9 +63,11 @@ ROWS = [
     Row("compose", lambda **kw: ComposeConfig(parts=["lookup", LIKE_IT]), trainable=False),
     Row("dflash", lambda **kw: DFlashConfig(**{"draft_vocab_size": 50, "block_size": 4, **kw})),
     Row("draft-model", lambda **kw: DraftModelConfig(model=LIKE_IT["model"], draws=False), trainable=False),
+    Row("dspark", lambda **kw: DSparkConfig(**{"draft_vocab_size": 50, "block_size": 4, "stop_below": 0.0, **kw})),
     Row("eagle", lambda **kw: EagleConfig(**{"draft_vocab_size": 50, **kw})),
     Row("eagle3", lambda **kw: Eagle3Config(**{"draft_vocab_size": 50, **kw})),
     Row("early-exit", lambda **kw: EarlyExitConfig(**{**SELF, "exit_layer": 2, **kw}), False),
+    Row("jetspec", lambda **kw: JetSpecConfig(**{"draft_vocab_size": 50, "block_size": 4, **kw})),
     Row("layer-skip", lambda **kw: LayerSkipConfig(**{**SELF, "skip_attention": [1], "skip_mlp": [1, 2], **kw}), False),
     Row("lookup", lambda **kw: LookupConfig(), trainable=False),
     Row("low-rank", lambda **kw: LowRankConfig(**{**SELF, "rank": 0.5, **kw}), False),

@@ -112,7 +112,9 @@ def test_training_sees_what_decoding_sees(name: str, causal: bool) -> None:
     state = head.begin(chunk(whole, 0, 7))
     for start, stop in [(7, 8), (8, 12), (12, 15)]:
         head.propose(state, Budget(), Sampling(), None)
-        torch.testing.assert_close(head._draft(state), said[:, start - 1, 1:], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            head._draft(state, head.config.block_size - 1), said[:, start - 1, 1:], atol=1e-5, rtol=1e-5
+        )
         state = head.observe(state, chunk(whole, start, stop))
 
 
@@ -171,7 +173,7 @@ def test_nothing_limits_the_length(target: Target) -> None:
 def test_the_tree_ranks_the_blocks_marginals(target: Target) -> None:
     head = make(target, block_size=4, tree_nodes=10, tree_top_k=5)
     state = head.begin(read(target, head, tiny.text(2, 12)))
-    marginals = head.output(head._draft(state)).log_softmax(-1)
+    marginals = head.output(head._draft(state, head.config.block_size - 1)).log_softmax(-1)
     tree = head.propose(state, Budget(), Sampling(), None)
     for row in range(2):
         scores = [0.0]
@@ -186,7 +188,7 @@ def test_drawn_chains_carry_the_distribution_they_came_from(target: Target) -> N
     head = make(target, block_size=4, draw=True, draft_vocab_size=20)
     head.output.set_vocab(torch.arange(40, 60))
     state = head.begin(read(target, head, tiny.text(1, 12).expand(500, -1)))
-    wanted = (head.output(head._draft(state)[:1]) / 0.7).softmax(-1)[0]
+    wanted = (head.output(head._draft(state, 3)[:1]) / 0.7).softmax(-1)[0]
     generator = torch.Generator().manual_seed(0)
     counts = torch.zeros(3, 20)
     for _ in range(6):
@@ -278,7 +280,7 @@ def block(head: DFlash) -> tuple[Tensor, Tensor]:
     ids, counts = vectors["forward.prompt_ids"], torch.tensor([29])
     following = torch.cat([ids[:, 1:], vectors["forward.block_ids"][:, :1]], 1)
     state = head.begin(Verified(ids, following, counts, None, taps_of(vectors["forward.target_hidden"])))
-    said = head._draft(state)
+    said = head._draft(state, head.config.block_size - 1)
     return said, head.output(said)
 
 
@@ -307,7 +309,7 @@ def test_peer_rounds() -> None:
         text = torch.tensor([ids[read : stop + 1]])
         verified = Verified(text[:, :-1], text[:, 1:], torch.tensor([stop - read]), None, taps_of(features))
         state = head.begin(verified) if state is None else head.observe(state, verified)
-        said = head._draft(state)
+        said = head._draft(state, head.config.block_size - 1)
         torch.testing.assert_close(said, vectors[f"round{turn}.draft_hidden"][:, 1:], atol=2e-5, rtol=1e-5)
         assert torch.equal(vectors[f"round{turn}.position_ids"][0], torch.arange(read, stop + 8))
         read = stop
