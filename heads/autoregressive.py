@@ -22,17 +22,17 @@ from selfspec.errors import ConfigError
 from selfspec.head import DraftHead, HeadLoss
 from selfspec.heads.layers import LayerShape, StepStore
 from selfspec.heads.losses import TaughtConfig, denominator, learn, taught_places, teach
-from selfspec.heads.trees import GrownTree, StaticPlan, StaticTree, check_choices, cut_choices
+from selfspec.heads.trees import TreePlanner
 from selfspec.target import Target
-from selfspec.tree import DraftTree, Path
+from selfspec.tree import DraftTree
 
 _ROOM = 512
 _ANY_DEPTH = 1 << 30
 
 
 @dataclass(kw_only=True)
-class AutoregressiveConfig(TaughtConfig):
-    """Fields of heads that guess one token after another. Dimensions of 0 are taken from the target.
+class LayeredConfig(TaughtConfig):
+    """Fields of heads with decoder layers that are asked anew at every node. Dimensions of 0 are taken from the target.
 
     Args:
         num_layers: decoder layers.
@@ -49,8 +49,6 @@ class AutoregressiveConfig(TaughtConfig):
         tree_nodes: nodes of a grown tree, the root included, unless the budget says otherwise.
         tree_depth: levels of a grown tree; fewer are made where deeper ones could not enter it any more.
         tree_top_k: beams of a grown tree, and children considered per beam.
-        steps: passes of training; each after the first reads the guesses of the one before.
-        step_decay: pass s counts `step_decay ** s` in the loss.
     """
 
     num_layers: int = 1
@@ -66,6 +64,17 @@ class AutoregressiveConfig(TaughtConfig):
     tree_nodes: int = 10
     tree_depth: int = 4
     tree_top_k: int = 4
+
+
+@dataclass(kw_only=True)
+class AutoregressiveConfig(LayeredConfig):
+    """Fields of heads that guess one token after another from their own output.
+
+    Args:
+        steps: passes of training; each after the first reads the guesses of the one before.
+        step_decay: pass s counts `step_decay ** s` in the loss.
+    """
+
     steps: int = 2
     step_decay: float = 0.8
 
@@ -95,11 +104,11 @@ class AutoregressiveHead(DraftHead):
 
     def __init__(self, config: AutoregressiveConfig, target: Target) -> None:
         super().__init__(config, target)
-        self._choices: list[Path] | None = None
-        if config.choices is not None:
-            self._choices = [tuple(int(rank) for rank in path) for path in config.choices]
-            check_choices(self._choices, _ANY_DEPTH, self.output.vocab.size)
-        self._plans: dict[tuple[int, int, torch.device], StaticPlan] = {}
+        if config.steps < 1:
+            raise ConfigError(f"the head wants at least one step of training, got steps {config.steps}")
+        self._planner = TreePlanner(
+            config.choices, config.tree_nodes, config.tree_depth, config.tree_top_k, _ANY_DEPTH, self.output.vocab.size
+        )
 
     @abstractmethod
     def _features(self, verified: Verified) -> Tensor:
@@ -150,10 +159,7 @@ class AutoregressiveHead(DraftHead):
 
     def _read(self, cache: SlotCache, verified: Verified) -> AutoregressiveState:
         positions = cache.slots.index(verified.tokens.shape[1])
-        mask = None
-        if max(cache.lengths) > 0:
-            _, end = cache.slots.view(None, positions.shape[1])
-            mask = (torch.arange(end, device=positions.device) <= positions.unsqueeze(-1)).unsqueeze(1)
+        mask = causal_over_cache(cache, positions)
         guesses = self._run(self._features(verified), verified.next_tokens, positions, mask, cache.layers)
         cache.commit(verified.counts.tolist())
         return AutoregressiveState(cache, verified.root, last_of(guesses, verified.counts))
@@ -163,7 +169,7 @@ class AutoregressiveHead(DraftHead):
         self, state: AutoregressiveState, budget: Budget, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
         """Grow a tree along the head's own guesses; its cache entries are dropped again at the end."""
-        tree = self._empty_tree(state.root, budget)
+        tree = self._planner.start(state.root, budget)
         if tree is None:
             return DraftTree.root_only(state.root)
         beam = _Beam(state.cache, state.root.shape[0])
@@ -177,19 +183,6 @@ class AutoregressiveHead(DraftHead):
         beam.drop()
         columns, shape = tree.finish()
         return DraftTree(torch.cat([state.root.unsqueeze(1), self.output.vocab.to_target(columns)], 1), shape)
-
-    def _empty_tree(self, root: Tensor, budget: Budget) -> GrownTree | StaticTree | None:
-        if self._choices is None:
-            guesses = (self.config.tree_nodes if budget.nodes is None else budget.nodes) - 1
-            levels = min(self.config.tree_depth, budget.depth, guesses)
-            return GrownTree(root.shape[0], self.config.tree_top_k, guesses, levels, root.device) if levels else None
-        guesses = len(self._choices) if budget.nodes is None else min(budget.nodes - 1, len(self._choices))
-        if min(guesses, budget.depth) < 1:
-            return None
-        key = (guesses, min(budget.depth, guesses), root.device)
-        if key not in self._plans:
-            self._plans[key] = StaticPlan(cut_choices(self._choices, *key[:2]), root.device)
-        return StaticTree(self._plans[key])
 
     # Training
 
@@ -279,6 +272,14 @@ class _Beam:
         self._advance(-self.written)
 
 
+def causal_over_cache(cache: SlotCache, positions: Tensor) -> Tensor | None:
+    """What places read into a cache may look at, `[B, 1, T, S]` bool; None (plainly causal) while it is empty."""
+    if max(cache.lengths) == 0:
+        return None
+    _, end = cache.slots.view(None, positions.shape[1])
+    return (torch.arange(end, device=positions.device) <= positions.unsqueeze(-1)).unsqueeze(1)
+
+
 def unrolled_mask(places: int, step: int, device: torch.device) -> Tensor:
     """What the places of pass `step` see of all passes so far, `[1, 1, T, (step + 1) * T]` bool.
 
@@ -290,7 +291,7 @@ def unrolled_mask(places: int, step: int, device: torch.device) -> Tensor:
     return torch.cat(passes, 1)[None, None]
 
 
-def fill_from_target(config: AutoregressiveConfig, target: Target, width: int) -> None:
+def fill_from_target(config: LayeredConfig, target: Target, width: int) -> None:
     """Write the target's dimensions where the configuration has none, and refuse what cannot be.
 
     Args:
@@ -313,24 +314,18 @@ def fill_from_target(config: AutoregressiveConfig, target: Target, width: int) -
     _check(config)
 
 
-def _check(config: AutoregressiveConfig) -> None:
-    if config.num_layers < 1 or config.steps < 1:
-        raise ConfigError(f"the head wants a layer and a training step, got {config.num_layers} and {config.steps}")
+def _check(config: LayeredConfig) -> None:
+    if config.num_layers < 1:
+        raise ConfigError(f"the head wants at least one layer, got num_layers {config.num_layers}")
     if config.head_dim % 2 or config.head_dim < 2:
         raise ConfigError(f"head_dim {config.head_dim} is odd or too small; rotary positions need pairs")
     if config.num_attention_heads % config.num_key_value_heads:
         raise ConfigError(
             f"{config.num_attention_heads} attention heads cannot share {config.num_key_value_heads} key-value heads"
         )
-    if config.tree_top_k < 1 or config.tree_nodes < 1 or config.tree_depth < 0:
-        raise ConfigError(
-            f"a tree of {config.tree_nodes} nodes, depth {config.tree_depth} and {config.tree_top_k} beams is no tree"
-        )
 
 
-def layer_shape(
-    config: AutoregressiveConfig, width: int, input_norm: bool = True, attention_size: int = 0
-) -> LayerShape:
+def layer_shape(config: LayeredConfig, width: int, input_norm: bool = True, attention_size: int = 0) -> LayerShape:
     """The shape of one of the head's layers; `attention_size` is what the projections read, 0 for `width`."""
     return LayerShape(
         hidden_size=width,

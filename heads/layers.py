@@ -106,14 +106,29 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None, store: KeyStore | None) -> Tensor:
         """See `DecoderLayer.forward`."""
-        query = rotate(self.q_norm(self._split(self.q_proj(x))), *turn)
-        key, value = rotate(self.k_norm(self._split(self.k_proj(x))), *turn), self._split(self.v_proj(x))
+        return self._attend(x, x, turn, mask, store)
+
+    def _attend(
+        self, asked: Tensor, read: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None, store: KeyStore | None
+    ) -> Tensor:
+        query = rotate(self.q_norm(self._split(self.q_proj(asked))), *turn)
+        key, value = rotate(self.k_norm(self._split(self.k_proj(read))), *turn), self._split(self.v_proj(read))
         if store is not None:
             key, value = store.update(key, value)
         mixed = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=query.shape[1] != key.shape[1]
         )
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class CrossAttention(Attention):
+    """Attention whose queries are made from something else than its keys and values."""
+
+    def forward(  # type: ignore[override]
+        self, asked: Tensor, read: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None, store: KeyStore | None
+    ) -> Tensor:
+        """`[B, T, D]` twice, queries first; the rest as in `DecoderLayer.forward`."""
+        return self._attend(asked, read, turn, mask, store)
 
 
 class GatedMLP(nn.Module):

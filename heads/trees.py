@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from selfspec.draft import Budget
 from selfspec.errors import ConfigError
 from selfspec.tree import Path, TreeShape, shape_from_choices
 
@@ -234,3 +235,45 @@ class StaticTree:
     def finish(self) -> tuple[Tensor, TreeShape]:
         """Draft columns `[B, N - 1]` and the links of the tree of N nodes with the root in front."""
         return torch.cat(self._columns, 1), self.plan.shape
+
+
+class TreePlanner:
+    """Which tree a head grows that is asked anew at every node: a static one of its own, or what it holds likely.
+
+    Args:
+        choices: a static tree as paths of ranks, best first; None grows trees instead.
+        nodes: of a grown tree, the root included, unless the budget says otherwise.
+        depth: the most levels of a grown tree.
+        top_k: beams of a grown tree, and children considered per beam.
+        heads: the deepest path possible.
+        columns: Q.
+
+    Raises:
+        ConfigError: choices that form no tree, or sizes that make no sense.
+    """
+
+    def __init__(
+        self, choices: Sequence[Sequence[int]] | None, nodes: int, depth: int, top_k: int, heads: int, columns: int
+    ) -> None:
+        if top_k < 1 or nodes < 1 or depth < 0:
+            raise ConfigError(f"a tree of {nodes} nodes, depth {depth} and {top_k} beams is no tree")
+        self.choices: list[Path] | None = None
+        if choices is not None:
+            self.choices = [tuple(int(rank) for rank in path) for path in choices]
+            check_choices(self.choices, heads, columns)
+        self.nodes, self.depth, self.top_k = nodes, min(depth, heads), top_k
+        self._plans: dict[tuple[int, int, torch.device], StaticPlan] = {}
+
+    def start(self, root: Tensor, budget: Budget) -> GrownTree | StaticTree | None:
+        """An empty tree for `[B]` roots; None where the budget leaves no room for a guess."""
+        if self.choices is None:
+            guesses = (self.nodes if budget.nodes is None else budget.nodes) - 1
+            levels = min(self.depth, budget.depth, guesses)
+            return GrownTree(root.shape[0], self.top_k, guesses, levels, root.device) if levels > 0 else None
+        guesses = len(self.choices) if budget.nodes is None else min(budget.nodes - 1, len(self.choices))
+        if min(guesses, budget.depth) < 1:
+            return None
+        key = (guesses, min(budget.depth, guesses), root.device)
+        if key not in self._plans:
+            self._plans[key] = StaticPlan(cut_choices(self.choices, *key[:2]), root.device)
+        return StaticTree(self._plans[key])

@@ -30,6 +30,7 @@ from selfspec.heads.eagle import EagleConfig
 from selfspec.heads.eagle3 import Eagle3Config
 from selfspec.heads.early_exit import EarlyExitConfig
 from selfspec.heads.jetspec import JetSpecConfig
+from selfspec.heads.hydra import HydraConfig, HydraCrossConfig
 from selfspec.heads.layer_skip import LayerSkipConfig
 from selfspec.heads.lookup import LookupConfig
 from selfspec.heads.low_rank import LowRankConfig
@@ -68,6 +69,8 @@ ROWS = [
     Row("eagle3", lambda **kw: Eagle3Config(**{"draft_vocab_size": 50, **kw})),
     Row("early-exit", lambda **kw: EarlyExitConfig(**{**SELF, "exit_layer": 2, **kw}), False),
     Row("jetspec", lambda **kw: JetSpecConfig(**{"draft_vocab_size": 50, "block_size": 4, **kw})),
+    Row("hydra", lambda **kw: HydraConfig(**{"draft_vocab_size": 50, **kw})),
+    Row("hydra-cross", lambda **kw: HydraCrossConfig(**{"draft_vocab_size": 50, **kw, "num_layers": 1})),
     Row("layer-skip", lambda **kw: LayerSkipConfig(**{**SELF, "skip_attention": [1], "skip_mlp": [1, 2], **kw}), False),
     Row("lookup", lambda **kw: LookupConfig(), trainable=False),
     Row("low-rank", lambda **kw: LowRankConfig(**{**SELF, "rank": 0.5, **kw}), False),
