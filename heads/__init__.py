@@ -7,8 +7,8 @@ from selfspec.heads import dspark as dspark
 from selfspec.heads import eagle as eagle
 from selfspec.heads import eagle3 as eagle3
 from selfspec.heads import early_exit as early_exit
-from selfspec.heads import jetspec as jetspec
 from selfspec.heads import hydra as hydra
+from selfspec.heads import jetspec as jetspec
 from selfspec.heads import layer_skip as layer_skip
 from selfspec.heads import lookup as lookup
 from selfspec.heads import low_rank as low_rank

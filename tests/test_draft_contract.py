@@ -29,8 +29,8 @@ from selfspec.heads.dspark import DSparkConfig
 from selfspec.heads.eagle import EagleConfig
 from selfspec.heads.eagle3 import Eagle3Config
 from selfspec.heads.early_exit import EarlyExitConfig
-from selfspec.heads.jetspec import JetSpecConfig
 from selfspec.heads.hydra import HydraConfig, HydraCrossConfig
+from selfspec.heads.jetspec import JetSpecConfig
 from selfspec.heads.layer_skip import LayerSkipConfig
 from selfspec.heads.lookup import LookupConfig
 from selfspec.heads.low_rank import LowRankConfig
