@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from selfspec import hf
 from selfspec.accept import Accepted, TorchChance, accept
 from selfspec.cache import SlotCache
 from selfspec.draft import Budget, Draft, Verified
+from selfspec.inference.kept import KeptRows
 from selfspec.inference.output import Output
+from selfspec.inference.prompt import verified_prompt
 from selfspec.inference.request import Request, Result
 from selfspec.inference.stopping import Stopper
 from selfspec.scoring import History, Processors, TreeScores, sampling_of
@@ -57,44 +60,34 @@ class Generation:
         self.stats = Stats(rows=request.input_ids.shape[0])
         self.output = output
         self.rows = list(range(request.input_ids.shape[0]))
-        self.tokens, self.counts = request.compact()
-        self._check_length()
+        self.prompt = request.prompt()
         room = self.stopper.room(request.input_ids.shape[1])
         self.history = History(request.input_ids, (_NO_LIMIT if room is None else max(room, 0)) + _ROOM_FOR_NODES)
-        capacity = max(self.counts) + min(_NO_LIMIT if room is None else max(room, 0), _NO_LIMIT) + _ROOM_FOR_NODES
+        capacity = self.prompt.width + min(_NO_LIMIT if room is None else max(room, 0), _NO_LIMIT) + _ROOM_FOR_NODES
         self.cache = target.new_cache(len(self.rows), capacity)
+        if request.cache is not None and self.prompt.past is not None:
+            past = self.prompt.past
+            self.cache.load(hf.rows_of(request.cache, past), past.sum(1).tolist())
+        self.kept = KeptRows(self.prompt) if request.keep_cache else None
         self.roots: list[int] = []
         self.state: Any = None
 
-    def _check_length(self) -> None:
-        limit = self.target.max_positions
-        if limit is not None and max(self.counts) > limit:
-            raise ValueError(
-                f"the prompt has {max(self.counts)} tokens, the model is made for {limit}; shorten the prompt"
-            )
-
     def prefill(self) -> None:
         """Read the prompts, take the first token from the target, and start the draft."""
+        prompt, needs, chunk = self.prompt, self.draft.needs, self.request.chunk
         with self.stats.timed("prefill"):
-            out = self.target.prefill(self.tokens, self.counts, self.cache, self.draft.needs)
-            tree = DraftTree.root_only(torch.zeros(len(self.rows), dtype=torch.long, device=self.tokens.device))
+            out = self.target.prefill(
+                prompt.tokens, prompt.counts, self.cache, needs, embeds=prompt.embeds, chunk=chunk
+            )
+            tree = DraftTree.root_only(torch.zeros(len(self.rows), dtype=torch.long, device=prompt.tokens.device))
             accepted = self._accept(tree, out.logits)
         self.stats.new_tokens += len(self.rows)
         first = [tokens[0] for tokens in accepted.tokens]
         going = self._emit(accepted, count=False)
         if going:
             with self.stats.timed("observe"):
-                verified = self._verified_prompt(out, first)
-                self.state = self.draft.begin(verified)
+                self.state = self.draft.begin(verified_prompt(prompt, out, first, needs, self._shown_cache()))
         self._continue_with(going)
-
-    def _verified_prompt(self, out: TargetOutput, first: Sequence[int]) -> Verified:
-        counts = torch.tensor(self.counts, device=self.tokens.device)
-        following = self.tokens.roll(-1, dims=1)
-        following[torch.arange(len(first), device=counts.device), counts - 1] = torch.tensor(
-            first, device=self.tokens.device
-        )
-        return Verified(self.tokens, following, counts, out.hidden, out.layers, cache=self._shown_cache())
 
     def _shown_cache(self) -> SlotCache | None:
         return self.cache if self.draft.needs.cache else None
@@ -124,18 +117,21 @@ class Generation:
         budget = Budget(self.request.nodes, depth)
         tree = self.draft.propose(self.state, budget, self.sampling, self.request.generator)
         tree.check(roots, self.target.vocab_size)
-        return tree.limit_depth(depth)
+        tree = tree.limit_depth(depth)
+        return tree if budget.nodes is None else tree.limit_nodes(budget.nodes)
 
     def _deepest(self) -> int:
-        """The depth beyond which no row could commit a node, for want of tokens to write or of positions."""
+        """The depth beyond which no row could commit a node, for want of tokens to write or of exact positions."""
         rooms = [self.stopper.room(length) for length in self.history.lengths]
         deepest = max(_NO_LIMIT if room is None else room - 1 for room in rooms)
-        if self.target.max_positions is not None:
-            deepest = min(deepest, self.target.max_positions - 1 - max(self.cache.lengths))
+        limit = self.target.drafting_limit
+        if limit is not None:
+            deepest = min(deepest, limit - 1 - max(self.cache.lengths))
         return deepest
 
     def _accept(self, tree: DraftTree, logits: Tensor) -> Accepted:
-        scores = TreeScores(logits, tree.token_lists, self.history, self.processors)
+        keep = self.request.keep_scores
+        scores = TreeScores(logits, tree.token_lists, self.history, self.processors, keep)
         accepted = accept(tree, scores, self.request.do_sample, self.chance, self.request.accept)
         self.output.remember(self.rows, accepted, logits, scores)
         return accepted
@@ -176,16 +172,22 @@ class Generation:
         return Verified(along(tree.tokens), following, counts, hidden, layers, nodes, self._shown_cache())
 
     def _continue_with(self, going: Sequence[int]) -> None:
-        """Drop the rows that ended, so that they stop costing; the last ones stay in the cache for the caller."""
+        """Drop the rows that ended, so that they stop costing."""
+        if self.kept is not None:
+            for row in sorted(set(range(len(self.rows))) - set(going)):
+                self.kept.take(self.cache, row, self.rows[row])
         if going and len(going) < len(self.rows):
             self.cache.select(going)
             self.history.select(going)
-            self.state = self.state.select(torch.tensor(going, device=self.tokens.device))
+            self.state = self.state.select(torch.tensor(going, device=self.prompt.tokens.device))
             self.roots = [self.roots[row] for row in going]
         self.rows = [self.rows[row] for row in going]
 
     def result(self) -> Result:
         """What the call returns."""
-        whole = len(self.cache.lengths) == self.request.input_ids.shape[0]
+        sequences = self.output.sequences()
         scores, logits = self.output.recorded()
-        return Result(self.output.sequences(), self.stats, scores, logits, self.cache if whole else None)
+        cache = None
+        if self.kept is not None:
+            cache = self.kept.whole(self.target, sequences[:, self.request.input_ids.shape[1] :])
+        return Result(sequences, self.stats, scores, logits, cache)

@@ -29,8 +29,8 @@ class Output:
             for place in range(len(path)):
                 if self.request.keep_logits:
                     self._logits[rows[row]].append(logits[row, path[place]].to(torch.float32, copy=True))
-                if self.request.keep_scores:
-                    self._scores[rows[row]].append(scores([row], [path[: place + 1]])[0])
+                if scores.kept is not None:
+                    self._scores[rows[row]].append(scores.kept[row, path[place]].clone())
 
     def commit(self, prompt: int, tokens: list[int], ended: bool) -> None:
         """Take in a row's new tokens."""

@@ -29,7 +29,8 @@ def decode_plain(target: Target, request: Request) -> Result:
 def _decode(target: Target, request: Request, output: Output) -> Result:
     stopper, processors = Stopper(request.stopping), Processors(request.processors)
     chance, stats = TorchChance(request.generator, target.device), Stats(rows=request.input_ids.shape[0])
-    tokens, counts = request.compact()
+    prompt = request.prompt()
+    counts = prompt.counts
     room = max(stopper.room(request.input_ids.shape[1]) or 1, 1)
     history = History(request.input_ids, room)
     cache = target.new_cache(len(counts), max(counts) + room)
@@ -40,7 +41,7 @@ def _decode(target: Target, request: Request, output: Output) -> Result:
         return (chance.token(scores.softmax(-1)) if request.do_sample else scores.argmax(-1)).tolist()
 
     with stats.timed("prefill"):  # with the first token, as in the engine: on an accelerator its value ends the pass
-        picked = pick(target.prefill(tokens, counts, cache, Needs()).logits)
+        picked = pick(target.prefill(prompt.tokens, counts, cache, Needs()).logits)
     while True:
         with stats.timed("emit"):
             for row in (r for r in everyone if not output.ended[r]):
@@ -51,9 +52,9 @@ def _decode(target: Target, request: Request, output: Output) -> Result:
                 history.append(row, [picked[row]])
             output.stream()
         if all(output.ended):
-            return Result(output.sequences(), stats, cache=cache)
+            return Result(output.sequences(), stats)
         with stats.timed("verify"):
-            root = torch.tensor(picked, device=tokens.device)
+            root = torch.tensor(picked, device=prompt.tokens.device)
             logits = target.verify(DraftTree.root_only(root), cache, Needs()).logits
             cache.commit([1] * len(picked))
         with stats.timed("accept"):

@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 
 from selfspec.accept import AcceptRule
-from selfspec.errors import UnsupportedGeneration
+from selfspec.inference.prompt import Prompt, read_prompt
 from selfspec.stats import Stats
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
-
-    from selfspec.cache import SlotCache
 
 
 @dataclass(eq=False)
@@ -24,8 +22,8 @@ class Request:
     """One call: prompts and how to go on from them. Letters: B rows, P prompt tokens.
 
     Args:
-        input_ids: `[B, P]` int64, padded on the left.
-        attention_mask: `[B, P]`, 0 for padding; None when there is none.
+        input_ids: `[B, P]` int64, padded on the left; `[B, 0]` beside `embeds` alone.
+        attention_mask: `[B, P]`, 0 for padding; None when there is none. It covers the columns of `cache` too.
         processors: logits processors, in transformers' order.
         stopping: stopping criteria; without a length limit the text must end in another way.
         do_sample: sample; otherwise greedy.
@@ -37,6 +35,10 @@ class Request:
         keep_logits: return the raw logits of every new token.
         nodes: the most nodes per tree, the root included; None leaves it to the draft.
         accept: how sampled trees are judged.
+        embeds: `[B, P, D]`, what the target reads in place of `input_ids`; None as a rule.
+        cache: a DynamicCache of earlier text to go on from; `input_ids` may hold that text again or only what is new.
+        keep_cache: return the target's keys and values.
+        chunk: read the prompt in pieces of so many tokens.
     """
 
     input_ids: Tensor
@@ -52,27 +54,19 @@ class Request:
     keep_logits: bool = False
     nodes: int | None = None
     accept: AcceptRule = field(default_factory=AcceptRule)
+    embeds: Tensor | None = None
+    cache: DynamicCache | None = None
+    keep_cache: bool = False
+    chunk: int | None = None
 
-    def compact(self) -> tuple[Tensor, list[int]]:
-        """Prompts without their left padding: `[B, P']` padded on the right, and each row's length.
+    def prompt(self) -> Prompt:
+        """What is to be read, without padding.
 
         Raises:
-            UnsupportedGeneration: an empty prompt, or padding that is not all on the left.
+            UnsupportedGeneration: see `read_prompt`.
         """
-        ids = self.input_ids
-        if ids.ndim != 2 or 0 in ids.shape:
-            raise UnsupportedGeneration(f"the prompt has shape {tuple(ids.shape)}; give at least one token per row")
-        if self.attention_mask is None:
-            return ids, [ids.shape[1]] * ids.shape[0]
-        mask = self.attention_mask.bool()
-        counts = mask.sum(1)
-        if not bool((mask == (torch.arange(ids.shape[1], device=ids.device) >= ids.shape[1] - counts[:, None])).all()):
-            raise UnsupportedGeneration("padding inside or behind a prompt; pad on the left (padding_side='left')")
-        if bool((counts == 0).any()):
-            raise UnsupportedGeneration("a prompt of padding only; give at least one token per row")
-        longest = int(counts.max())
-        place = torch.arange(longest, device=ids.device) + (ids.shape[1] - counts)[:, None]
-        return ids.gather(1, place.clamp(max=ids.shape[1] - 1)), counts.tolist()
+        past = 0 if self.cache is None else self.cache.get_seq_length()
+        return read_prompt(self.input_ids, self.attention_mask, self.embeds, past)
 
 
 @dataclass(eq=False)
@@ -84,11 +78,12 @@ class Result:
         stats: what it took.
         scores: per new token `[B, V]` float32, if asked for.
         logits: likewise, raw.
-        cache: the target's cache, holding all but the last token of each row; None once rows were dropped from it.
+        cache: if asked for, keys and values of all but the last column of `sequences` (cached columns before them),
+            `[B, H, S, d]` per layer, where transformers' own loop would have them; zeros under padding.
     """
 
     sequences: Tensor
     stats: Stats
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
-    cache: SlotCache | None = None
+    cache: list[tuple[Tensor, Tensor] | None] | None = None

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from selfspec.hf import Cache, CacheLayerMixin, DummyLayer, dynamic_cache
 
+RowKeys = list[tuple[Tensor, Tensor] | None]
+"""Keys and values of one row, `[H, S, d]` each, per layer; None for a layer that reads another's."""
+
 
 class Slots:
     """Lengths of the rows, shared by all layers of a cache, and what follows from them for the pass at hand.
@@ -62,6 +65,10 @@ class Slots:
     def advance(self, counts: Sequence[int]) -> None:
         """Commit `counts[b]` more slots of each row."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self.index_changed()
+
+    def index_changed(self) -> None:
+        """Forget what was derived from the lengths."""
         self._index = None
 
     def select(self, rows: Sequence[int]) -> None:
@@ -159,6 +166,14 @@ def _spread(index: Tensor, like: Tensor) -> Tensor:
     return index[:, None, :, None].expand(batch, heads, index.shape[1], size)
 
 
+def _columns(stored: Tensor, columns: Sequence[Tensor], width: int) -> Tensor:
+    batch, heads, _, size = stored.shape
+    found = stored.new_zeros(batch, heads, width, size)
+    for row, places in enumerate(columns):
+        found[row, :, places.to(stored.device)] = stored[row, :, : places.numel()]
+    return found
+
+
 class SlotCache(Cache):
     """The cache handed to the target's `forward`.
 
@@ -221,6 +236,42 @@ class SlotCache(Cache):
         for layer in self._stores():
             layer.select(torch.tensor(rows, device=layer.stored_keys.device))
         self.slots.select(rows)
+
+    def row(self, row: int) -> RowKeys:
+        """Copies of one row's committed keys and values."""
+        length = self.lengths[row]
+        return [
+            (layer.stored_keys[row, :, :length].clone(), layer.stored_values[row, :, :length].clone())
+            if isinstance(layer, SlotLayer)
+            else None
+            for layer in self.layers
+        ]
+
+    def load(self, rows: Sequence[RowKeys], lengths: Sequence[int]) -> None:
+        """Fill an empty cache: per row and layer keys and values `[H, S, d]` of its committed tokens."""
+        self.slots.capacity = max(self.slots.capacity, *lengths)
+        for index, layer in enumerate(self.layers):
+            for number, row in enumerate(rows):
+                pair = row[index]
+                if not isinstance(layer, SlotLayer) or pair is None:
+                    continue
+                if not layer.is_initialized:
+                    layer.lazy_initialization(*(part.expand(len(rows), *part.shape) for part in pair))
+                layer.stored_keys[number, :, : lengths[number]] = pair[0]
+                layer.stored_values[number, :, : lengths[number]] = pair[1]
+        self.slots.lengths = list(lengths)
+        self.slots.index_changed()
+
+    def spread(self, columns: Sequence[Tensor], width: int) -> list[tuple[Tensor, Tensor] | None]:
+        """Keys and values `[B, H, width, d]` per layer, row b's token i in column `columns[b][i]`, zeros elsewhere."""
+        pairs: list[tuple[Tensor, Tensor] | None] = []
+        for layer in self.layers:
+            if not isinstance(layer, SlotLayer):
+                pairs.append(None)
+                continue
+            keys, values = (_columns(stored, columns, width) for stored in (layer.stored_keys, layer.stored_values))
+            pairs.append((keys, values))
+        return pairs
 
     def to_dynamic(self, config: Any) -> Cache:
         """A transformers DynamicCache with the committed tokens; all rows must have one length."""

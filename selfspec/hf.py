@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 from transformers.generation import GenerationMixin
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.pytorch_utils import Conv1D
 
 from selfspec.errors import UnsupportedModel
@@ -34,16 +37,23 @@ __all__ = [
     "CacheLayerMixin",
     "DummyLayer",
     "attention_of",
+    "batch_of",
     "blocks_of",
     "check_version",
     "config_of",
     "decoder_of",
     "dynamic_cache",
+    "dynamic_rope_from",
+    "has_position_table",
+    "held_by",
     "layer_windows",
     "mask_kinds",
     "matrix_of",
     "mlp_of",
+    "ranks_share_weights",
+    "refill",
     "rope_switch",
+    "rows_of",
     "sample_plainly",
     "supports_logits_to_keep",
 ]
@@ -146,13 +156,42 @@ def mask_kinds(config: Any, windows: list[int | type[DummyLayer] | None]) -> dic
     return found
 
 
+def _rope_kinds(config: Any) -> list[dict[str, Any]]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [rope, *(value for value in rope.values() if isinstance(value, dict))]
+
+
+def dynamic_rope_from(config: Any) -> int | None:
+    """The length beyond which `dynamic` rope takes its frequencies from the longest position of each pass, or None."""
+    if not any(kind.get("rope_type") == "dynamic" for kind in _rope_kinds(config)):
+        return None
+    return int(config.max_position_embeddings)
+
+
+def has_position_table(model: PreTrainedModel) -> bool:
+    """Whether positions are looked up in a table of `max_position_embeddings` rows (and a few more, as OPT has)."""
+    limit, words = getattr(config_of(model), "max_position_embeddings", None), model.get_input_embeddings()
+    tables = [m for m in decoder_of(model).modules() if isinstance(m, nn.Embedding) and m is not words]
+    return limit is not None and any(limit <= table.num_embeddings <= limit + 8 for table in tables)
+
+
+def ranks_share_weights(model: PreTrainedModel) -> str | None:
+    """What makes all ranks run every pass together (weights gathered pass by pass), by name; None on one rank."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    if torch.distributed.get_world_size() < 2:
+        return None
+    if is_deepspeed_zero3_enabled():
+        return "DeepSpeed ZeRO-3"
+    return "FSDP" if is_fsdp_managed_module(model) else None
+
+
 def rope_switch(config: Any) -> int | None:
     """The length at which `longrope` changes its frequencies, None without it.
 
     transformers reads the whole text anew there, so a cache of the shorter text is of no use beyond it.
     """
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    kinds = _rope_kinds(config)
     if not any(kind.get("rope_type") == "longrope" for kind in kinds):
         return None
     lengths = [kind.get("original_max_position_embeddings") for kind in kinds]
@@ -171,6 +210,55 @@ def dynamic_cache(config: Any, layers: list[tuple[Tensor, Tensor] | None]) -> Dy
     for index, pair in enumerate(layers):
         if pair is not None:
             cache.update(*pair, index)
+    return cache
+
+
+def held_by(cache: Any) -> str | None:
+    """What keeps a caller's cache from being taken over: a name, or None for a plain DynamicCache."""
+    if type(cache) is not DynamicCache:
+        return f"a {type(cache).__name__} of the caller's own"
+    if getattr(cache, "offloading", False):
+        return "an offloaded cache of the caller's own"
+    known = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+    other = [type(layer).__name__ for layer in cache.layers if type(layer) not in known]
+    return f"a cache with {other[0]} in it" if other else None
+
+
+def batch_of(cache: DynamicCache) -> int:
+    """Rows of a cache that holds text."""
+    return next(
+        layer.keys.shape[0] for layer in cache.layers if isinstance(layer, DynamicLayer) and layer.keys is not None
+    )
+
+
+def rows_of(cache: DynamicCache, real: Tensor) -> list[list[tuple[Tensor, Tensor] | None]]:
+    """Keys and values of the real tokens (`real`: `[B, S]` bool) of each row, `[H, S', d]` per layer.
+
+    A sliding layer has forgotten the oldest ones; zeros stand for them, which nothing looks at any more.
+    """
+    found: list[list[tuple[Tensor, Tensor] | None]] = [[] for _ in range(real.shape[0])]
+    for layer in cache.layers:
+        if not isinstance(layer, DynamicLayer) or layer.keys is None or layer.values is None:
+            for row in found:
+                row.append(None)
+            continue
+        missing = real.shape[1] - layer.keys.shape[-2]
+        keys, values = (nn.functional.pad(part, (0, 0, missing, 0)) for part in (layer.keys, layer.values))
+        for row, kept, key, value in zip(found, real.to(keys.device), keys, values, strict=True):
+            row.append((key[:, kept], value[:, kept]))
+    return found
+
+
+def refill(cache: DynamicCache, config: Any, layers: list[tuple[Tensor, Tensor] | None]) -> DynamicCache:
+    """Put these keys and values in place of what a caller's cache holds; the object stays the same."""
+    sliding = any(isinstance(layer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    if sliding or cache.layer_class_to_replicate is None:
+        cache.layers = dynamic_cache(config, layers).layers
+    else:
+        cache.layers = []
+        for index, pair in enumerate(layers):
+            if pair is not None:
+                cache.update(*pair, index)
     return cache
 
 

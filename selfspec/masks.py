@@ -1,7 +1,7 @@
 """The attention masks of a tree pass, built here and nowhere else.
 
 A boolean mask under eager attention is added as 0/1 without a word, so the form of the mask is decided here too.
-Letters: B rows, N tree nodes, S visible slots.
+Letters: B rows, N tree nodes (or tokens in a line), S visible slots.
 """
 
 from __future__ import annotations
@@ -64,6 +64,15 @@ def visible_again(count: int, slots: Slots, window: int | None) -> Tensor:
     line = torch.arange(count, device=slots.device).unsqueeze(-1)
     seen = there & (place <= line)
     return seen if window is None else seen & (line - place < window)
+
+
+def continuing(tokens: int, slots: Slots, window: int | None) -> Tensor:
+    """`[B, N, S]` bool: which slots of the view each of N tokens behind the committed ones attends to."""
+    first, end = slots.view(window, tokens)
+    place = slots.index(tokens).unsqueeze(-1)
+    slot = torch.arange(first, end, device=place.device)
+    seen = slot <= place
+    return seen if window is None else seen & (place - slot < window)
 
 
 def as_attention_mask(seen: Tensor, attention: str, dtype: torch.dtype) -> Tensor:

@@ -29,9 +29,27 @@ _IGNORE_THE_PAST = (
     lp.InfNanRemoveLogitsProcessor,
     lp.SuppressTokensLogitsProcessor,
 )
-_CARRY_STATE = (
+_READ_THE_PATH = (
+    lp.MinLengthLogitsProcessor,
+    lp.MinNewTokensLengthLogitsProcessor,
+    lp.RepetitionPenaltyLogitsProcessor,
+    lp.NoRepeatNGramLogitsProcessor,
+    lp.SequenceBiasLogitsProcessor,
+    lp.NoBadWordsLogitsProcessor,
+    lp.ForcedBOSTokenLogitsProcessor,
+    lp.ForcedEOSTokenLogitsProcessor,
+    lp.ExponentialDecayLengthPenalty,
+    lp.SuppressTokensAtBeginLogitsProcessor,
+    lp.WatermarkLogitsProcessor,
+)
+_KEEP_SOMETHING_PER_ROW = (
+    lp.PrefixConstrainedLogitsProcessor,
+    lp.EncoderRepetitionPenaltyLogitsProcessor,
+    lp.EncoderNoRepeatNGramLogitsProcessor,
     lp.SynthIDTextWatermarkLogitsProcessor,
     lp.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+_OF_OTHER_MODELS = (
     lp.ClassifierFreeGuidanceLogitsProcessor,
     lp.WhisperTimeStampLogitsProcessor,
     lp.WhisperNoSpeechDetection,
@@ -41,17 +59,38 @@ _CARRY_STATE = (
     lp.DiaEOSChannelFilterLogitsProcessor,
     lp.DiaEOSDelayPatternLogitsProcessor,
 )
-_NEED_THE_ROW_NUMBER = (
-    lp.PrefixConstrainedLogitsProcessor,
-    lp.EncoderRepetitionPenaltyLogitsProcessor,
-    lp.EncoderNoRepeatNGramLogitsProcessor,
-)
+EXACT_PROCESSORS = _IGNORE_THE_PAST + _READ_THE_PATH + _KEEP_SOMETHING_PER_ROW
+"""Processors of transformers that act on every token of a run as in plain decoding, for any number of prompts."""
+PLAIN_PROCESSORS = _OF_OTHER_MODELS
+"""Processors of transformers that speculation leaves to plain decoding: speech models and codebooks build them."""
+
+HOW_TO_DECLARE = "if it treats every row alone and keeps no state, give its class `row_independent = True`"
+
+
+def declares_row_independence(thing: object) -> bool:
+    """Whether a caller's own processor or criterion says that it may be called row by row."""
+    return bool(getattr(thing, "row_independent", False))
 
 
 def unsupported_processors(processors: LogitsProcessorList, batch: int) -> list[str]:
-    """Names of processors that keep state from call to call, or that count rows when there are several."""
-    refused = _CARRY_STATE + (_NEED_THE_ROW_NUMBER if batch > 1 else ())
-    return [type(p).__name__ for p in processors if type(p) in refused]
+    """Names of processors that could not act as in plain decoding.
+
+    A processor that transformers does not know is called once per committed prefix, in order, as plain decoding calls
+    it, so with one prompt it may even keep state. With several it would see rows one by one, which only its author
+    can know to be right.
+    """
+    found = [f"processor {type(p).__name__}" for p in processors if type(p) in _OF_OTHER_MODELS]
+    known = EXACT_PROCESSORS + _OF_OTHER_MODELS
+    own = [p for p in processors if type(p) not in known and not declares_row_independence(p)]
+    if batch > 1:
+        found += [f"processor {type(p).__name__} on several prompts ({HOW_TO_DECLARE})" for p in own]
+    return found
+
+
+def may_keep_state(processors: LogitsProcessorList) -> list[str]:
+    """Names of processors that must see each committed prefix once and nothing else."""
+    stateless = _IGNORE_THE_PAST + _READ_THE_PATH + _KEEP_SOMETHING_PER_ROW[:3]
+    return [type(p).__name__ for p in processors if type(p) not in stateless and not declares_row_independence(p)]
 
 
 def sampling_of(processors: LogitsProcessorList, do_sample: bool, temperature: float = 1.0) -> Sampling:
@@ -140,23 +179,51 @@ class Processors:
 
 
 def _for_prompt(processor: Any, prompt: int) -> Any:
-    """The processor itself, or a copy with this row's share of what it keeps per row (the length of the padding)."""
-    ignored = getattr(processor, "prompt_ignore_length", None)
-    if not isinstance(processor, lp.RepetitionPenaltyLogitsProcessor) or not isinstance(ignored, Tensor):
-        return processor
+    """The processor itself, or a copy with this row's share of what it keeps per row."""
+    if type(processor) is lp.SynthIDTextWatermarkLogitsProcessor:
+        return copy.deepcopy(processor)
+    if type(processor) is lp.PrefixConstrainedLogitsProcessor:
+        allowed = processor._prefix_allowed_tokens_fn
+        return lp.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(prompt, ids), 1)
     alone = copy.copy(processor)
-    alone.prompt_ignore_length = ignored[prompt : prompt + 1]
+    if type(processor) is lp.RepetitionPenaltyLogitsProcessor:
+        alone.prompt_ignore_length = _row_of(getattr(processor, "prompt_ignore_length", None), prompt)
+    elif type(processor) is lp.EncoderRepetitionPenaltyLogitsProcessor:
+        alone.encoder_input_ids = _row_of(processor.encoder_input_ids, prompt)
+    elif type(processor) is lp.EncoderNoRepeatNGramLogitsProcessor:
+        alone.batch_size, alone.generated_ngrams = 1, [processor.generated_ngrams[prompt % processor.batch_size]]
+    elif type(processor) is lp.UnbatchedClassifierFreeGuidanceLogitsProcessor:
+        context = processor.unconditional_context
+        alone.unconditional_context = {key: _row_of(value, prompt) for key, value in context.items()}
+    else:
+        return processor
     return alone
+
+
+def _row_of(value: Any, row: int) -> Any:
+    """One row of a tensor that has a row per prompt; anything else as it is."""
+    if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] == 1:
+        return value
+    return value[row : row + 1]
 
 
 class TreeScores:
     """The target's processed scores at nodes of one tree, made when the walk asks; see `accept.NodeScores`."""
 
-    def __init__(self, logits: Tensor, tokens: list[list[int]], history: History, processors: Processors) -> None:
+    def __init__(
+        self,
+        logits: Tensor,
+        tokens: list[list[int]],
+        history: History,
+        processors: Processors,
+        keep: bool = False,
+    ) -> None:
         self.logits = logits
         self.tokens = tokens
         self.history = history
         self.processors = processors
+        self.kept: dict[tuple[int, int], Tensor] | None = {} if keep else None
+        """Scores `[V]` by row and node, of all that were asked for: a processor with state must be asked only once."""
 
     def __call__(self, rows: list[int], paths: list[list[int]]) -> Tensor:
         """Scores `[K, V]` float32 at the last node of each path."""
@@ -165,4 +232,7 @@ class TreeScores:
         else:
             raw = self.logits[rows, [path[-1] for path in paths]]
         extras = [[self.tokens[row][node] for node in path[1:]] for row, path in zip(rows, paths, strict=True)]
-        return self.processors(self.history, rows, extras, raw)
+        found = self.processors(self.history, rows, extras, raw)
+        if self.kept is not None:
+            self.kept.update({(row, path[-1]): found[i] for i, (row, path) in enumerate(zip(rows, paths, strict=True))})
+        return found

@@ -22,7 +22,7 @@ from selfspec.cache import SlotCache, Slots
 from selfspec.draft import Needs
 from selfspec.draft_pass import DraftPasses, resume
 from selfspec.errors import UnsupportedModel
-from selfspec.masks import as_attention_mask, tree_positions, visible, visible_again
+from selfspec.masks import as_attention_mask, continuing, tree_positions, visible, visible_again
 from selfspec.output_head import FewRowsHead
 from selfspec.tree import Computed, DraftTree, TreeShape
 
@@ -77,6 +77,7 @@ class Target:
         self._trims_logits = hf.supports_logits_to_keep(model)
         self._handles: list[Any] = [hf.decoder_of(model).register_forward_hook(self._catch_hidden)]
         self._tapped: set[int] = set()
+        self.has_position_table = hf.has_position_table(model)
         self._few_rows: FewRowsHead | None = None
         self._passes: DraftPasses | None = None
 
@@ -147,6 +148,11 @@ class Target:
         """The longest sequence the model is made for, None if it does not say."""
         return getattr(self.config, "max_position_embeddings", None)
 
+    @property
+    def drafting_limit(self) -> int | None:
+        """The length beyond which a pass over several tokens is not exact or not possible; None without one."""
+        return self.max_positions if self.has_position_table else hf.dynamic_rope_from(self.config)
+
     def input_weight(self) -> Tensor | None:
         """`[V, D]` input embedding, None if the model has none."""
         return getattr(self.model.get_input_embeddings(), "weight", None)
@@ -216,22 +222,58 @@ class Target:
         """An empty cache for `batch` rows with `capacity` slots allocated ahead."""
         return SlotCache(self.windows, batch, capacity, self.device)
 
-    def prefill(self, tokens: Tensor, counts: list[int], cache: SlotCache, needs: Needs) -> TargetOutput:
-        """Read prompts into an empty cache and commit them.
+    def prefill(
+        self,
+        tokens: Tensor,
+        counts: list[int],
+        cache: SlotCache,
+        needs: Needs,
+        *,
+        embeds: Tensor | None = None,
+        chunk: int | None = None,
+    ) -> TargetOutput:
+        """Read prompts behind what the cache holds (nothing, as a rule) and commit them.
 
         Args:
             tokens: `[B, P]` int64, each row padded on the right. Causality hides the padding from real tokens.
-            counts: real tokens of each row.
-            cache: empty.
+            counts: real tokens of each row; rows with 0 are left alone.
+            cache: whose rows go on.
             needs: which hidden states to return.
+            embeds: `[B, P, D]`, read instead of the tokens.
+            chunk: read so many tokens in one pass, to save memory; None reads all at once.
         """
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        step = chunk or tokens.shape[1]
+        parts, last = [], []
+        for start in range(0, tokens.shape[1], step):
+            part = tokens[:, start : start + step]
+            here = [min(max(count - start, 0), part.shape[1]) for count in counts]
+            read = None if embeds is None else embeds[:, start : start + step]
+            parts.append(self._read(part, here, cache, needs, read))
+            last.append([start < count <= start + step for count in counts])
+        return parts[0] if len(parts) == 1 else _joined(parts, torch.tensor(last, device=tokens.device))
+
+    def _read(
+        self, tokens: Tensor, counts: list[int], cache: SlotCache, needs: Needs, embeds: Tensor | None
+    ) -> TargetOutput:
+        positions, mask = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens), None
+        if max(cache.lengths):
+            slots = cache.slots
+            positions = slots.index(tokens.shape[1])
+            mask = self._masks(lambda window: continuing(tokens.shape[1], slots, window))
         last: int | Tensor = 1
         if min(counts) != tokens.shape[1]:
-            last = torch.tensor(counts, device=tokens.device).unsqueeze(1) - 1
-        output = self._forward(tokens, cache, None, positions, last, needs)
+            last = (torch.tensor(counts, device=tokens.device).unsqueeze(1) - 1).clamp_min(0)
+        output = self._forward(tokens, cache, mask, positions, last, needs, embeds)
         cache.commit(counts)
         return output
+
+    def _masks(self, seen: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
+        """What `forward` takes as mask: one, or one per layer type; `seen` gives the slots seen under a window."""
+        masks = {
+            kind: as_attention_mask(seen(window), self.attention, self.dtype)
+            for kind, window in self.mask_kinds.items()
+        }
+        return masks[None] if None in masks else {str(kind): mask for kind, mask in masks.items()}
 
     def verify(self, tree: DraftTree, cache: SlotCache, needs: Needs, written: int = 0) -> TargetOutput:
         """One pass over the nodes of a tree. They stay uncommitted until `cache.keep`.
@@ -272,10 +314,6 @@ class Target:
     def reading_mask(self, count: int, slots: Slots) -> Tensor | dict[str, Tensor]:
         """The same for the last `count` committed tokens, read anew (see `masks.visible_again`)."""
         return self._masks(lambda window: visible_again(count, slots, window))
-
-    def _masks(self, seen: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
-        masks = {k: as_attention_mask(seen(w), self.attention, self.dtype) for k, w in self.mask_kinds.items()}
-        return masks[None] if None in masks else {str(kind): mask for kind, mask in masks.items()}
 
     @property
     def passes(self) -> DraftPasses:
@@ -336,11 +374,13 @@ class Target:
         positions: Tensor,
         last: int | Tensor,
         needs: Needs,
+        embeds: Tensor | None = None,
     ) -> TargetOutput:
+        given = {"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}
         trim = {"logits_to_keep": last} if self._trims_logits else {}
         with self._tap(needs) as tap:
             output = self.model(
-                input_ids=tokens,
+                **given,
                 attention_mask=mask,
                 position_ids=positions,
                 cache=cache,
@@ -401,3 +441,16 @@ class Target:
         if self._passes is not None:
             self._passes.release()
             self._passes = None
+
+
+def _joined(parts: list[TargetOutput], last: Tensor) -> TargetOutput:
+    """One output of several chunks; `last` (`[chunks, B]` bool) says which chunk holds each row's last token."""
+    logits = torch.stack([part.logits for part in parts])
+    chunk = last.long().argmax(0).to(logits.device)
+    hidden = [part.hidden for part in parts if part.hidden is not None]
+    layers = zip(*(part.layers for part in parts), strict=True)
+    return TargetOutput(
+        logits[chunk, torch.arange(chunk.numel(), device=logits.device)],
+        torch.cat(hidden, 1) if hidden else None,
+        tuple(torch.cat(layer, 1) for layer in layers),
+    )

@@ -191,12 +191,35 @@ class DraftTree:
         if self.shape.max_depth <= depth:
             return self
         index = (self.shape.depth <= depth).any(0).nonzero().squeeze(1)
+        cut = self._only(index)
+        if cut.shape.parents.shape[0] == 1:
+            return cut
+        shallow = (self.shape.depth <= depth)[:, index]
+        real = shallow if cut.shape.real is None else cut.shape.real & shallow
+        return DraftTree(cut.tokens, TreeShape(cut.shape.parents, real), cut.drawn)
+
+    def limit_nodes(self, nodes: int) -> DraftTree:
+        """The tree cut to at most `nodes` nodes, the root included.
+
+        Chosen nodes go in their order, last first. Where nodes were drawn, whether one goes must not hang on its token
+        (a draft may number nodes by how likely they came out), so whole levels go, deepest first; a first level that
+        is still too wide keeps its eldest children, which were drawn first.
+        """
+        if self.nodes <= nodes:
+            return self
+        if self.drawn is None:
+            return self._only(torch.arange(nodes, device=self.tokens.device))
+        depth = self.shape.depth.amin(0)
+        widths = torch.bincount(depth).cumsum(0).tolist()
+        level = max((d for d, width in enumerate(widths) if width <= nodes), default=0)
+        if level > 0:
+            return self.limit_depth(level)
+        flat = self.limit_depth(1)
+        return flat._only(torch.arange(min(nodes, flat.nodes), device=self.tokens.device))
+
+    def _only(self, index: Tensor) -> DraftTree:
         drawn = None if self.drawn is None else self.drawn.keep(index)
-        shape = self.shape.keep(index)
-        if shape.parents.shape[0] > 1:
-            shallow = (self.shape.depth <= depth)[:, index]
-            shape = TreeShape(shape.parents, shallow if shape.real is None else shape.real & shallow)
-        return DraftTree(self.tokens[:, index], shape, drawn)
+        return DraftTree(self.tokens[:, index], self.shape.keep(index), drawn)
 
     def check(self, root: Tensor, vocab_size: int) -> None:
         """Raise DraftTreeError unless the tree is well formed and starts at `root` (`[B]`)."""

@@ -58,6 +58,8 @@ def word(token: int) -> str:
 class StopAfter(StoppingCriteria):
     """Stops after a token; `as_bool` answers with a Python bool, as older code does."""
 
+    row_independent = True
+
     def __init__(self, token: int, as_bool: bool) -> None:
         self.token = token
         self.as_bool = as_bool

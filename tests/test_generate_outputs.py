@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import oracle
-import pytest
 import tiny
 import torch
 from generate_tools import NEW, knows
@@ -59,12 +58,3 @@ def test_recorded_logits_hold_no_memory_but_their_own(model: PreTrainedModel, pr
     with patched(model, knows(model, prompt, make=oracle.chain(9))):
         found = model.generate(prompt, max_new_tokens=NEW, return_dict_in_generate=True, output_logits=True)
     assert all(step.untyped_storage().nbytes() == tiny.VOCAB * 4 for step in found.logits)
-
-
-def test_a_returned_cache_serves_a_second_turn(model: PreTrainedModel, prompt: Tensor) -> None:
-    with patched(model, knows(model, prompt)):
-        first = model.generate(prompt, max_new_tokens=8, return_dict_in_generate=True)
-        longer = torch.cat([first.sequences, tiny.text(1, 4, seed=8)], 1)
-        with pytest.warns(UserWarning, match="cache of the caller's own"):
-            second = model.generate(longer, max_new_tokens=8, cache=first.cache)
-    assert torch.equal(second, plain(model, longer, max_new_tokens=8))

@@ -43,6 +43,8 @@ def test_processors_see_the_path_of_each_node(given: dict[str, Any], model: PreT
 class Penalty(LogitsProcessor):
     """A frequency penalty of the user's own: depends on how often each token stands in the row."""
 
+    row_independent = True
+
     def __init__(self) -> None:
         self.seen: list[list[int]] = []
 

@@ -9,6 +9,8 @@ from generate_tools import NEW, Breaks, Recorder, knows
 from oracle import patched, plain
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     TextIteratorStreamer,
@@ -66,8 +68,8 @@ def test_a_stream_that_fails_is_closed_once(model: PreTrainedModel, prompt: Tens
 
 
 def test_a_stream_is_closed_when_the_prompt_is_refused(prompt: Tensor) -> None:
-    small, stream = tiny.model("llama"), Recorder()
-    small.config.max_position_embeddings = prompt.shape[1] - 1
+    config = GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=4, n_positions=11, eos_token_id=None)
+    small, stream = AutoModelForCausalLM.from_config(config).eval(), Recorder()
     with patched(small, "lookup"), pytest.raises(ValueError, match="shorten the prompt"):
         small.generate(prompt, max_new_tokens=3, streamer=stream)
     assert stream.ends == 1
