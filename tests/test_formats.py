@@ -15,12 +15,16 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from selfspec.checkpoint import load_head, save_head
 from selfspec.draft import Budget, Sampling, Verified
 from selfspec.errors import CheckpointError
 from selfspec.head import DraftHead
+from selfspec.heads.dflash import DFlash
+from selfspec.heads.dflash_config import DFlashConfig
 from selfspec.heads.eagle import Eagle, EagleConfig
+from selfspec.heads.eagle3 import Eagle3, Eagle3Config
 from selfspec.heads.formats import describe, export_head, exports, formats, import_folder, import_head
 from selfspec.heads.formats.source import Source
 from selfspec.heads.medusa import Medusa, MedusaConfig
@@ -55,12 +59,39 @@ def eagle(target: Target, **options: Any) -> DraftHead:
     return randomised(Eagle.from_target(EagleConfig(**{**BARE, **options}), target))
 
 
+def eagle3(target: Target, **options: Any) -> DraftHead:
+    settings = {"own_output": True, "fc_norm": False, "draft_vocab_size": 40, **options}
+    return randomised(Eagle3.from_target(Eagle3Config(**settings), target))
+
+
+def dflash(target: Target, **options: Any) -> DraftHead:
+    return randomised(DFlash.from_target(DFlashConfig(**{"block_size": 4, "num_layers": 1, **options}), target))
+
+
+BUILDERS = {"medusa": medusa, "eagle": eagle, "eagle3": eagle3, "dflash": dflash}
+
+
 def tree(target: Target, head: DraftHead) -> Tensor:
     """What the head proposes after a fixed text."""
     ids = tiny.text(2, 9)
     output = target.features(ids[:, :-1], None, head.needs)
     verified = Verified(ids[:, :-1], ids[:, 1:], torch.tensor([8, 8]), output.hidden, output.layers)
     return head.propose(head.begin(verified), Budget(nodes=9), Sampling(), None).tokens
+
+
+def eight_layers() -> Target:
+    """A target with room for the default layers of EAGLE-3."""
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        initializer_range=0.3,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Target(LlamaForCausalLM(config).eval())
 
 
 ROUND_TRIPS: list[tuple[str, Callable[..., DraftHead], dict[str, Any]]] = [
@@ -77,6 +108,24 @@ ROUND_TRIPS: list[tuple[str, Callable[..., DraftHead], dict[str, Any]]] = [
     ("vllm-eagle", eagle, {"attention_bias": True}),
     ("sglang-eagle", eagle, {"draft_vocab_size": 40}),
     ("sglang-eagle", eagle, {"fc_bias": True}),
+    ("vllm-eagle3", eagle3, {}),
+    ("vllm-eagle3", eagle3, {"draft_vocab_size": 0, "own_output": False, "steps": 5}),
+    ("vllm-eagle3", eagle3, {"fc_norm": True, "norm_output": True, "norm_before_residual": True, "num_layers": 2}),
+    ("vllm-eagle3", eagle3, {"norm_before_fc": True, "attention_bias": True, "target_layers": [1, 2]}),
+    ("vllm-eagle3", eagle3, {"qk_norm": True, "head_dim": 6, "rope_theta": 5e5, "own_embedding": True}),
+    ("vllm-eagle3", eagle3, {"draft_hidden_size": 48, "own_embedding": True}),
+    ("sglang-eagle3", eagle3, {"fc_norm": True, "norm_output": True, "num_layers": 2}),
+    (
+        "sglang-eagle3",
+        eagle3,
+        {"fc_bias": True, "norm_before_fc": True, "draft_hidden_size": 48, "own_embedding": True},
+    ),
+    ("speculators", eagle3, {"fc_norm": True, "norm_output": True, "norm_before_residual": True}),
+    ("speculators", eagle3, {"norm_before_fc": True, "qk_norm": True, "num_layers": 2, "head_dim": 6}),
+    ("dflash", dflash, {}),
+    ("dflash", dflash, {"num_layers": 2, "attention_bias": True, "head_dim": 6}),
+    ("vllm-dflash", dflash, {"draft_vocab_size": 40}),
+    ("vllm-dflash", dflash, {"draft_vocab_size": 40, "own_output": True, "causal": True, "position_decay": 0.1}),
 ]
 
 
@@ -114,6 +163,9 @@ LOSSES = [
     ("safeai-eagle", eagle, {"draft_vocab_size": 40}, "draft vocabulary"),
     ("vllm-eagle", eagle, {"draft_vocab_size": 40}, "draft vocabulary"),
     ("vllm-eagle", eagle, {"fc_bias": True}, "fc.bias"),
+    ("vllm-eagle3", eagle3, {"fc_bias": True}, "fc.bias"),
+    ("sglang-eagle3", eagle3, {"own_embedding": True}, "own_embedding"),
+    ("dflash", dflash, {"draft_vocab_size": 40}, "draft vocabulary"),
 ]
 
 
@@ -139,6 +191,13 @@ IMPOSSIBLE = [
     ("safeai-eagle", eagle, {"head_dim": 6}, "head_dim=6"),
     ("sglang-eagle", eagle, {"attention_bias": True}, "attention_bias=True"),
     ("vllm-eagle", eagle, {"own_output": True}, "own_output"),
+    ("sglang-eagle3", eagle3, {"norm_before_residual": True}, "norm_before_residual=True"),
+    ("sglang-eagle3", eagle3, {"target_layers": [2]}, "one layer"),
+    ("vllm-eagle3", eagle3, {"target_layers": [0, 2]}, "layer 0"),
+    ("safeai-eagle3", eagle3, {"fc_norm": True}, "fc_norm=True"),
+    ("safeai-eagle3", eagle3, {"target_layers": [1, 2]}, r"reads layers \[2, 1, 0\]"),
+    ("dflash", dflash, {"causal": True}, "causal=True"),
+    ("dflash", dflash, {"taps": [0, 1]}, "tap 0"),
     ("vllm-eagle", medusa, {}, "vllm-medusa"),
     ("vllm-eagle9", medusa, {}, "no format is called 'vllm-eagle9'"),
 ]
@@ -171,6 +230,17 @@ def test_a_bias_of_the_targets_output_head_has_no_place(tmp_path: Path) -> None:
     model.lm_head.bias = torch.nn.Parameter(torch.zeros(tiny.VOCAB))
     with pytest.raises(CheckpointError, match="bias in its output head"):
         export_head(medusa(Target(model)), tmp_path / "out", "vllm-medusa")
+
+
+def test_safeai_eagle3_folders_need_the_default_layers_and_then_lose_nothing(tmp_path: Path) -> None:
+    target = eight_layers()
+    head = eagle3(target)
+    export_head(head, tmp_path, "safeai-eagle3")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({key: config[key] for key in config if key != "selfspec"}))
+    back, report = import_head(tmp_path, target)
+    assert list(back.config.target_layers) == [2, 4, 5] and "not named, so the default" in str(report)
+    assert torch.equal(tree(target, back), tree(target, head))
 
 
 # Strict reading
@@ -268,13 +338,131 @@ def test_own_folders_are_not_imported(target: Target, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(formats()))
 def test_foreign_folders_are_described_without_their_base_model(name: str, target: Target, tmp_path: Path) -> None:
-    build = {"medusa": medusa, "eagle": eagle}.get(formats()[name].kinds[0])
-    if build is None:
-        pytest.skip("covered by the golden folders")
-    head = build(target)
+    if name == "safeai-eagle3":
+        target = eight_layers()
+    head = BUILDERS[formats()[name].kinds[0]](target)
     export_head(head, tmp_path, name)
     figures = describe(tmp_path)
     assert figures["kind"] == head.kind and figures["bytes"] > 0 and figures["parameters"] > 0
+
+
+def eagle3_folder(target: Target, folder: Path, name: str = "sglang-eagle3", **options: Any) -> tuple[Path, Any, Any]:
+    export_head(eagle3(target, **options), folder, name)
+    return folder, json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+
+
+def rewrite(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_layers_are_counted_by_inputs_at_the_top_and_by_outputs_inside(target: Target, tmp_path: Path) -> None:
+    key = "eagle_aux_hidden_state_layer_ids"
+    folder, config, tensors = eagle3_folder(target, tmp_path, target_layers=[1, 2])
+    assert config["eagle_config"][key] == [0, 1]
+    head, report = import_head(folder, target)
+    assert head.config.target_layers == [1, 2] and "outputs of blocks" in str(report)
+    head, report = import_head(rewrite(folder, {**config, key: [1, 2]}, tensors), target)
+    assert head.config.target_layers == [1, 2] and "outputs of blocks" not in str(report)
+    with pytest.raises(CheckpointError, match="contradict"):
+        import_head(rewrite(folder, {**config, key: [0, 1]}, tensors), target)
+
+
+MAPS: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
+    "cast to bfloat16": (lambda t: t.update(d2t=t["d2t"].bfloat16()), "bfloat16"),
+    "absolute ids": (lambda t: t.update(d2t=t["d2t"] + torch.arange(40)), "offsets"),
+    "a mask that disagrees": (lambda t: t.update(t2d=~t["t2d"]), "different tokens"),
+    "missing": (lambda t: t.pop("d2t"), "no map"),
+}
+
+
+@pytest.mark.parametrize(("change", "named"), MAPS.values(), ids=MAPS)
+def test_damaged_draft_vocabularies_are_refused(
+    change: Callable[[dict[str, Tensor]], Any], named: str, target: Target, tmp_path: Path
+) -> None:
+    folder, config, tensors = eagle3_folder(target, tmp_path)
+    change(tensors)
+    with pytest.raises(CheckpointError, match=named):
+        import_head(rewrite(folder, config, tensors), target)
+
+
+def test_a_draft_vocabulary_in_any_order_gives_the_same_head(target: Target, tmp_path: Path) -> None:
+    folder, config, tensors = eagle3_folder(target, tmp_path)
+    before, _ = import_head(folder, target)
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(3))
+    ids = (tensors["d2t"] + torch.arange(40))[order]
+    tensors |= {"d2t": ids - torch.arange(40), "lm_head.weight": tensors["lm_head.weight"][order]}
+    after, _ = import_head(rewrite(folder, config, tensors), target)
+    assert all(torch.equal(value, after.state_dict()[name]) for name, value in before.state_dict().items())
+
+
+def test_norms_of_later_layers_may_come_under_either_name_but_not_differ(target: Target, tmp_path: Path) -> None:
+    folder, config, tensors = eagle3_folder(target, tmp_path, num_layers=2)
+    assert torch.equal(tensors["layers.1.hidden_norm.weight"], tensors["layers.1.input_layernorm.weight"])
+    only = {name: value for name, value in tensors.items() if name != "layers.1.input_layernorm.weight"}
+    head, _ = import_head(rewrite(folder, config, only), target)
+    assert torch.equal(head.layers[1].input_layernorm.weight, tensors["layers.1.hidden_norm.weight"])
+    tensors["layers.1.hidden_norm.weight"] += 1
+    with pytest.raises(CheckpointError, match="engines read either"):
+        import_head(rewrite(folder, config, tensors), target)
+
+
+# What engines find: names, shapes, dtypes and fields as their loaders want them
+
+
+def test_what_sglang_finds_in_an_eagle3_folder(target: Target, tmp_path: Path) -> None:
+    _, config, tensors = eagle3_folder(target, tmp_path)
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["model_type"] == "llama"
+    assert config["tie_word_embeddings"] is False and config["draft_vocab_size"] == 40
+    assert "target_hidden_size" not in config and "norm_before_residual" not in config
+    assert (config["rope_theta"], config["head_dim"], config["num_hidden_layers"]) == (10000.0, 8, 1)
+    assert not [key for key, value in config.items() if value is None]
+    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+    assert shapes == {
+        "fc.weight": (32, 64),
+        "midlayer.input_layernorm.weight": (32,),
+        "midlayer.hidden_norm.weight": (32,),
+        "midlayer.post_attention_layernorm.weight": (32,),
+        "midlayer.self_attn.q_proj.weight": (32, 64),
+        "midlayer.self_attn.k_proj.weight": (16, 64),
+        "midlayer.self_attn.v_proj.weight": (16, 64),
+        "midlayer.self_attn.o_proj.weight": (32, 32),
+        "midlayer.mlp.gate_proj.weight": (64, 32),
+        "midlayer.mlp.up_proj.weight": (64, 32),
+        "midlayer.mlp.down_proj.weight": (32, 64),
+        "norm.weight": (32,),
+        "lm_head.weight": (40, 32),
+        "d2t": (40,),
+        "t2d": (97,),
+    }
+    assert (tensors["d2t"].dtype, tensors["t2d"].dtype) == (torch.int64, torch.bool)
+
+
+def test_what_sglang_finds_in_an_eagle_folder(target: Target, tmp_path: Path) -> None:
+    head = eagle(target, draft_vocab_size=40)
+    export_head(head, tmp_path, "sglang-eagle", dtype=torch.bfloat16)
+    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    assert config["architectures"] == ["LlamaForCausalLMEagle"] and config["torch_dtype"] == "bfloat16"
+    assert tensors["fc.bias"].tolist() == [0.0] * 32 and tensors["fc.weight"].shape == (32, 64)
+    assert not {"lm_head.weight", "norm.weight", "layers.0.input_layernorm.weight"} & set(tensors)
+    assert {value.dtype for value in tensors.values()} == {torch.bfloat16}
+    assert torch.load(tmp_path / "token_map.pt", weights_only=True) == head.output.vocab.ids.tolist()
+
+
+def test_what_vllm_finds_in_its_folders(target: Target, tmp_path: Path) -> None:
+    export_head(eagle(target), tmp_path / "1", "vllm-eagle")
+    config = json.loads((tmp_path / "1" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"] and "bias" not in config
+    _, config, tensors = eagle3_folder(target, tmp_path / "3", "vllm-eagle3", draft_vocab_size=0)
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2] and config["num_aux_hidden_states"] == 2
+    assert "eagle_config" not in config and not {"d2t", "t2d"} & set(tensors)  # it raises on maps it does not need
+    _, config, _ = eagle3_folder(target, tmp_path / "s", "speculators")
+    assert "model_type" not in config and config["norm_before_residual"] is False
+    method = config["speculators_config"]["proposal_methods"][0]
+    assert method["speculative_tokens"] > 0 and "name_or_path" in config["speculators_config"]["verifier"]
+    layer = config["transformer_layer_config"]
+    assert layer["model_type"] == "llama" and layer["rope_parameters"]["rope_theta"] == 10000.0
 
 
 # Hostile files

@@ -10,10 +10,12 @@ from typing import Any
 import golden
 import pytest
 import torch
+from torch import Tensor
 
 from selfspec.checkpoint import load_head
 from selfspec.draft import Budget, Draft, Needs, Sampling, Verified
-from selfspec.heads.formats import import_folder
+from selfspec.heads.formats import formats, import_folder
+from selfspec.heads.formats.source import Source
 from selfspec.inference.patch import patch, unpatch
 from selfspec.target import Target
 from selfspec.tree import DraftTree
@@ -72,8 +74,8 @@ def replay(target: Target, head: Draft, run: dict[str, Any]) -> None:
     assert ids[: len(wanted)] == wanted
     lengths = run["accept_length_per_round"]
     assert recorder.accepted[: len(lengths)] == lengths
-    gaps = run["min_topk_gap_per_round"]
-    for tree, tokens, gap in zip(recorder.trees, run["tree_tokens_per_round"], gaps, strict=False):
+    gaps = run.get("min_topk_gap_per_round", [])
+    for tree, tokens, gap in zip(recorder.trees, run.get("tree_tokens_per_round", []), gaps, strict=False):
         found = tree.tokens[0].tolist()
         assert found == tokens if gap > GAP else sorted(found) == sorted(tokens)
     for tree, depths in zip(recorder.trees, run.get("tree_position_ids_per_round", []), strict=False):
@@ -125,3 +127,82 @@ def test_eagle_runs(run: dict[str, Any], tmp_path: Path) -> None:
     size = run["args"]
     settings = {"tree_nodes": size["total_token"], "tree_depth": size["depth"] + 1, "tree_top_k": size["top_k"]}
     replay(*imported("eagle1", tmp_path, **settings), run)
+
+
+EAGLE3 = ["eagle3", "eagle3-fullvocab", "eagle3-theta"]
+
+
+@pytest.mark.parametrize(
+    ("name", "run"),
+    [(name, run) for name in EAGLE3 for run in greedy_runs(name)[:1]],
+    ids=lambda value: str(value)[:40],
+)
+def test_eagle3_runs(name: str, run: dict[str, Any], tmp_path: Path) -> None:
+    size = run["args"]
+    settings = {"tree_nodes": size["total_token"], "tree_depth": size["depth"] + 1, "tree_top_k": size["top_k"]}
+    target, head = imported(name, tmp_path, **settings)
+    assert list(head.config.target_layers) == [2, 4, 5]
+    replay(target, head, run)
+
+
+def pass_once(head: Any, features: Tensor, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The head's output before its last norm, and its logits, from fused features `[1, T, K * D]`."""
+    counts = torch.tensor([ids.shape[1]])
+    verified = Verified(ids, ids, counts, None, features.chunk(len(head.config.target_layers), -1))
+    guess = head._run(head._features(verified), ids, positions, None, [None] * head.config.num_layers)
+    return guess, head.output(head._readout(guess))
+
+
+@torch.no_grad()
+def test_specforge_states_and_logits(tmp_path: Path) -> None:
+    _, head = imported("specforge-eagle3", tmp_path)
+    vectors = golden.tensors("specforge-eagle3")
+    positions = torch.arange(30).unsqueeze(0)
+    guess, logits = pass_once(head, vectors["forward.features"], vectors["forward.shifted_input_ids"], positions)
+    torch.testing.assert_close(head.norm(guess), vectors["forward.normed_hidden"], **NEAR)
+    torch.testing.assert_close(logits, vectors["forward.logits"], **NEAR)
+
+
+SPECULATORS = ["", "-nbr", "-normout", "-headdim"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", SPECULATORS)
+def test_speculators_states_and_logits(variant: str, tmp_path: Path) -> None:
+    name = f"speculators-eagle3{variant}"
+    _, head = imported(name, tmp_path)
+    vectors = golden.tensors(name)
+    second = [vectors[f"train.{part}"][:, 63:] for part in ("hidden_states", "input_ids", "position_ids")]
+    guess, logits = pass_once(head, *second)
+    torch.testing.assert_close(guess, vectors["train.step0.hidden_prenorm"], **NEAR)
+    torch.testing.assert_close(logits, vectors["train.step0.logits"], **NEAR)
+
+
+def test_a_converted_checkpoint_is_the_same_head_in_both_formats(tmp_path: Path) -> None:
+    name = "convert-eagle3-to-speculators"
+    heads = [imported(name, tmp_path / draft, draft)[1] for draft in ("draft", "draft-safeai")]
+    one, other = (head.state_dict() for head in heads)
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    configs = [{**head.config.to_dict(), "base_model": ""} for head in heads]
+    assert configs[0] == configs[1]
+
+
+def drafts() -> list[Path]:
+    """All golden folders of heads."""
+    return sorted(golden.ROOT.glob("*/draft*")) if golden.ROOT.is_dir() else []
+
+
+@pytest.mark.parametrize("folder", drafts(), ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_no_folder_is_of_two_formats(folder: Path) -> None:
+    source = Source.open(folder)
+    found = [name for name, one in formats().items() if one.reads and one.detects(source)]
+    assert len(found) == 1, found
+
+
+@pytest.mark.parametrize("run", greedy_runs("dflash"), ids=tag)
+def test_dflash_runs(run: dict[str, Any], tmp_path: Path) -> None:
+    settings = {"block_size": run["block_size"], "tree_top_k": 1, "tree_nodes": run["block_size"]}
+    target, head = imported("dflash", tmp_path, **settings)
+    assert head.config.taps == [2, 5]
+    lengths = [length - 1 for length in run["acceptance_lengths_plus_bonus"]]
+    replay(target, head, run | {"accept_length_per_round": lengths})

@@ -1,7 +1,10 @@
 """Other projects' checkpoints in and out, one file per project; importing this package makes their formats known."""
 
+from selfspec.heads.formats import dflash as dflash
 from selfspec.heads.formats import eagle as eagle
+from selfspec.heads.formats import eagle3 as eagle3
 from selfspec.heads.formats import medusa as medusa
+from selfspec.heads.formats import speculators as speculators
 from selfspec.heads.formats.base import Format as Format
 from selfspec.heads.formats.base import format_named as format_named
 from selfspec.heads.formats.base import formats as formats

@@ -94,7 +94,7 @@ class Format(ABC):
 
 
 def add(*found: Format) -> None:
-    """Make formats known, the most particular first: detection asks them in this order."""
+    """Make formats known. No folder may be detected by two of them."""
     for one in found:
         _FORMATS[one.name] = one
 
@@ -241,7 +241,7 @@ def rows_of(head: DraftHead) -> Tensor:
     Raises:
         CheckpointError: the target's output head has a bias, for which no format has a place.
     """
-    if head.output.bias is not None:
+    if head.output.teacher_bias is not None:
         raise CheckpointError(
             f"{type(head.target.model).__name__} has a bias in its output head; no format of other engines holds one"
         )

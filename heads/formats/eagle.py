@@ -24,7 +24,7 @@ from selfspec.heads.formats.base import (
     settings_of,
     wanted_as,
 )
-from selfspec.heads.formats.llama import read_layer, square_heads, write_layer
+from selfspec.heads.formats.llama import read_layer, square_heads, take_layer, tensors_read_head_dim, write_layer
 from selfspec.heads.formats.source import Note, Source
 from selfspec.target import Target
 
@@ -50,9 +50,8 @@ class SafeAIEagle(Format):
 
     def read(self, source: Source, target: Target | None) -> Converted:
         fields = source.config
-        fixed = read_layer(source, fields, own_head_dim=self._reads_head_dim(source))
-        size, inner = fixed["hidden_size"], fixed["num_attention_heads"] * fixed["head_dim"]
-        outer, wide = fixed["num_key_value_heads"] * fixed["head_dim"], fixed["intermediate_size"]
+        fixed = read_layer(source, fields, tensors_read_head_dim(source, source.matching(_LAYER)[0].string))
+        size = fixed["hidden_size"]
         layers = 1 + max(int(match[1]) for match in source.matching(_LAYER))
         fields.skip(("num_hidden_layers", "bias", "qkv_bias", "attention_bias", "draft_vocab_size"))
         scale = embedding_scale(target)
@@ -65,25 +64,20 @@ class SafeAIEagle(Format):
             source.note("fc.bias", "all zero; left out")
             del tensors["fc.bias"]
             fc_bias = False
-        biased = "layers.0.self_attn.q_proj.bias" in source
-        shapes = {"q_proj": (inner, size), "k_proj": (outer, size), "v_proj": (outer, size), "o_proj": (size, inner)}
         for index in range(layers):
-            at = f"layers.{index}."
-            for name, shape in shapes.items():
-                tensors[f"{at}self_attn.{name}.weight"] = source.take(f"{at}self_attn.{name}.weight", *shape)
-                if biased and name != "o_proj":
-                    tensors[f"{at}self_attn.{name}.bias"] = source.take(f"{at}self_attn.{name}.bias", shape[0])
-            for name in ("gate_proj", "up_proj"):
-                tensors[f"{at}mlp.{name}.weight"] = source.take(f"{at}mlp.{name}.weight", wide, size)
-            tensors[f"{at}mlp.down_proj.weight"] = source.take(f"{at}mlp.down_proj.weight", size, wide)
-            for name in ("post_attention_layernorm", *(["input_layernorm"] if index else [])):
-                tensors[f"{at}{name}.weight"] = source.take(f"{at}{name}.weight", size)
+            norms = ("post_attention_layernorm", *(["input_layernorm"] if index else []))
+            tensors |= take_layer(source, f"layers.{index}.", f"layers.{index}.", fixed, norms)
         source.drop_matching(r".*rotary_emb\.inv_freq", "computed from rope_theta")
         drop_copy(source, "embed_tokens.weight", None if target is None else target.input_weight(), "the embedding")
         drop_copy(source, "lm_head.weight", None if target is None else target.output_weight(), "the output head")
         ids = source.number_list(_TOKEN_MAP)
         tensors["output.vocab.ids"] = torch.arange(fixed["vocab_size"]) if ids is None else ids.sort().values
-        fixed |= {"num_layers": layers, "fc_bias": fc_bias, "attention_bias": biased, "own_output": False}
+        fixed |= {
+            "num_layers": layers,
+            "fc_bias": fc_bias,
+            "attention_bias": "layers.0.self_attn.q_proj.bias" in source,
+            "own_output": False,
+        }
         fixed |= {
             "draft_vocab_size": tensors["output.vocab.ids"].numel(),
             "input_norms": False,
@@ -92,14 +86,8 @@ class SafeAIEagle(Format):
         }
         return Converted(build_config(source, "eagle", fixed), tensors)
 
-    def _reads_head_dim(self, source: Source) -> bool:
-        """Engines read `head_dim`, the first project divides; where both readings differ the tensors tell."""
-        fields = source.config
-        heads, head_dim = fields.take("num_attention_heads", int, 0), fields.take("head_dim", int, 0)
-        return source.shape(source.matching(_LAYER)[0].string)[0] == heads * head_dim
-
     def obstacles(self, config: HeadConfig) -> list[Note]:
-        notes = wanted_as(config, input_norms=False, layer_norm=False, output_norm=False)
+        notes = wanted_as(config, input_norms=False, layer_norm=False, output_norm=False, qk_norm=False)
         notes += self._vocabulary(config)
         if config.own_output:
             notes.append(Note("own_output", "the format always uses the target's output head", "fatal"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from selfspec.errors import CheckpointError
 from selfspec.head import DraftHead, HeadConfig
 from selfspec.heads.formats.source import Fields, Source
@@ -73,15 +75,58 @@ def _rope_theta(source: Source, fields: Fields) -> float:
     return top or inner or DEFAULT_THETA
 
 
+def take_layer(
+    source: Source, at: str, to: str, sizes: dict[str, Any], norms: tuple[str, ...], attention_size: int = 0
+) -> dict[str, Tensor]:
+    """The tensors of one decoder layer, under our names. Biases of q, k and v and norms on q and k come if there.
+
+    Args:
+        source: the checkpoint.
+        at: prefix of the layer there.
+        to: prefix of it here.
+        sizes: as `read_layer` gives them.
+        norms: names of the layer's norms.
+        attention_size: width of what attention reads, if it is not the hidden size.
+    """
+    size, wide, head_dim = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
+    inner, outer = sizes["num_attention_heads"] * head_dim, sizes["num_key_value_heads"] * head_dim
+    reads = attention_size or size
+    shapes: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj.weight": (inner, reads),
+        "self_attn.k_proj.weight": (outer, reads),
+        "self_attn.v_proj.weight": (outer, reads),
+        "self_attn.o_proj.weight": (size, inner),
+        "mlp.gate_proj.weight": (wide, size),
+        "mlp.up_proj.weight": (wide, size),
+        "mlp.down_proj.weight": (size, wide),
+        **{f"{name}.weight": (size,) for name in norms},
+    }
+    if f"{at}self_attn.q_proj.bias" in source:
+        shapes |= {
+            f"self_attn.{name}_proj.bias": (rows,) for name, rows in zip("qkv", (inner, outer, outer), strict=True)
+        }
+    if f"{at}self_attn.q_norm.weight" in source:
+        shapes |= {f"self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
+    return {f"{to}{name}": source.take(f"{at}{name}", *shape) for name, shape in shapes.items()}
+
+
+def tensors_read_head_dim(source: Source, query: str) -> bool:
+    """Some projects read `head_dim`, others divide; where the two differ the query projection tells."""
+    fields = source.config
+    heads, head_dim = fields.take("num_attention_heads", int, 0), fields.take("head_dim", int, 0)
+    return source.shape(query)[0] == heads * head_dim
+
+
 def write_layer(head: DraftHead, architecture: str) -> dict[str, Any]:
     """A Llama config of a draft's layers; the reverse of `read_layer`."""
     config: Any = head.config
     theta = config.rope_theta
+    width = getattr(config, "draft_hidden_size", config.hidden_size)
     return {
         "architectures": [architecture],
         "model_type": "llama",
         "hidden_act": "silu",
-        "hidden_size": config.hidden_size,
+        "hidden_size": width,
         "intermediate_size": config.intermediate_size,
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
@@ -100,4 +145,5 @@ def write_layer(head: DraftHead, architecture: str) -> dict[str, Any]:
 def square_heads(config: HeadConfig) -> bool:
     """Whether `head_dim` is what readers get who do not look at it."""
     sizes: Any = config
-    return bool(sizes.head_dim * sizes.num_attention_heads == sizes.hidden_size)
+    width = getattr(config, "draft_hidden_size", config.hidden_size)
+    return bool(sizes.head_dim * sizes.num_attention_heads == width)
