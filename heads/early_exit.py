@@ -14,7 +14,9 @@ another reader wants hidden states of layers below E.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from selfspec.draft_pass import Plan
 from selfspec.heads.self_draft import SelfDraft, SelfDraftConfig
@@ -35,6 +37,10 @@ class EarlyExitConfig(SelfDraftConfig):
     share: bool = True
 
 
+def _default_exit(target: Target) -> int:
+    return max(1, target.num_layers // 3)
+
+
 @register("early-exit")
 class EarlyExit(SelfDraft):
     """The target cut off after E layers."""
@@ -44,10 +50,25 @@ class EarlyExit(SelfDraft):
 
     def __init__(self, config: EarlyExitConfig, target: Target) -> None:
         super().__init__(config, target)
-        config.exit_layer = config.exit_layer or max(1, target.num_layers // 3)
+        config.exit_layer = config.exit_layer or _default_exit(target)
         self.shares = config.share
         self._plan = target.passes.check(Plan(stop=config.exit_layer))
 
     def plan(self) -> Plan:
         """Nothing above the exit."""
         return self._plan
+
+    @classmethod
+    def knobs(cls, target: Target) -> dict[str, tuple[Any, ...]]:
+        """The exit, and the depth."""
+        return {**super().knobs(target), "exit_layer": tuple(range(1, target.num_layers))}
+
+    @classmethod
+    def start(cls, target: Target) -> dict[str, Any]:
+        """The default exit."""
+        return {**super().start(target), "exit_layer": _default_exit(target)}
+
+    @classmethod
+    def tuned(cls, base: Any, values: Mapping[str, Any]) -> EarlyExitConfig:
+        """The configuration with these knobs set."""
+        return replace(super().tuned(base, values), exit_layer=values.get("exit_layer", base.exit_layer))

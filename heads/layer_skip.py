@@ -7,7 +7,10 @@ here `selfspec tune`), and stops by its own confidence (section 3.3; here `SelfD
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from selfspec.draft_pass import Plan
 from selfspec.errors import ConfigError
@@ -16,6 +19,7 @@ from selfspec.registry import register
 from selfspec.target import Target
 
 _DEFAULT_SHARE = 0.45
+_ATTENTION, _MLP, _WHOLE = "attention", "mlp", "layer"
 
 
 @dataclass(kw_only=True)
@@ -60,3 +64,39 @@ class LayerSkip(SelfDraft):
     def plan(self) -> Plan:
         """The fixed set."""
         return self._plan
+
+    @classmethod
+    def knobs(cls, target: Target) -> dict[str, tuple[Any, ...]]:
+        """Each inner sub-layer in or out (whole layers where the model allows no more), and the depth."""
+        parts = (_ATTENTION, _MLP) if target.passes.parts_apart() else (_WHOLE,)
+        inner = range(1, target.num_layers - 1)
+        return {**super().knobs(target), **{f"{part}.{k}": (False, True) for part in parts for k in inner}}
+
+    @classmethod
+    def start(cls, target: Target) -> dict[str, Any]:
+        """The default set."""
+        skipped = {str(layer) for layer in spread(target.num_layers)}
+        sets = {name: name.partition(".")[2] in skipped for name in cls.knobs(target) if "." in name}
+        return {**super().start(target), **sets}
+
+    @classmethod
+    def tuned(cls, base: Any, values: Mapping[str, Any]) -> LayerSkipConfig:
+        """The configuration with these knobs set."""
+        found: dict[str, list[int]] = {_ATTENTION: [], _MLP: [], _WHOLE: []}
+        for name, skipped in values.items():
+            part, _, layer = name.partition(".")
+            if part in found and skipped:
+                found[part].append(int(layer))
+        attention, mlp = found[_ATTENTION] + found[_WHOLE], found[_MLP] + found[_WHOLE]
+        return replace(super().tuned(base, values), skip_attention=attention, skip_mlp=mlp)
+
+    @classmethod
+    def shuffled(cls, values: Mapping[str, Any], chance: random.Random) -> dict[str, Any] | None:
+        """As many attentions and as many MLPs left out, but others."""
+        shuffled = dict(values)
+        for part in (_ATTENTION, _MLP, _WHOLE):
+            names = [name for name in values if name.startswith(f"{part}.")]
+            flags = [values[name] for name in names]
+            chance.shuffle(flags)
+            shuffled.update(zip(names, flags, strict=True))
+        return shuffled

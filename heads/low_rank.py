@@ -10,15 +10,15 @@ Letters: r rank.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -33,6 +33,7 @@ from selfspec.registry import register
 from selfspec.target import Target
 
 _MANY = 16
+_RANKS = (0.2, 0.35, 0.5, 0.75, 1.0)
 
 
 @dataclass(kw_only=True)
@@ -75,15 +76,32 @@ class LowRank(SelfDraft):
         kinds = {_kind(name) for name in weights}
         if unknown := sorted(set(config.ranks) - kinds):
             raise ConfigError(f"the target has no matrices called {unknown}; it has {sorted(kinds)}")
-        ranks = {name: _rank(weight, config.ranks.get(_kind(name), config.rank)) for name, weight in weights.items()}
-        chosen = {name: rank for name, rank in ranks.items() if rank is not None}
+        shares = {name: config.ranks.get(_kind(name), config.rank) for name in weights}
+        ranks = {name: max(1, int(share * _break_even(weights[name]))) for name, share in shares.items() if share < 1}
         folder = cache_folder() if config.folder is None else Path(config.folder)
-        factors = factorised(target, {name: weights[name] for name in chosen}, chosen, folder)
-        self._plan = target.passes.check(Plan(factors=factors))
+        self._plan = target.passes.check(Plan(factors=factorised(target, weights, ranks, folder)))
 
     def plan(self) -> Plan:
         """The factors."""
         return self._plan
+
+    @classmethod
+    def knobs(cls, target: Target) -> dict[str, tuple[Any, ...]]:
+        """The rank of each kind of matrix, and the depth."""
+        kinds = sorted({_kind(name) for name in matrices(target)})
+        return {**super().knobs(target), **{f"rank.{kind}": _RANKS for kind in kinds}}
+
+    @classmethod
+    def start(cls, target: Target) -> dict[str, Any]:
+        """A rank near the default for all."""
+        near = min(_RANKS, key=lambda share: abs(share - cls.config_class().rank))
+        return {**super().start(target), **{name: near for name in cls.knobs(target) if name.startswith("rank.")}}
+
+    @classmethod
+    def tuned(cls, base: Any, values: Mapping[str, Any]) -> LowRankConfig:
+        """The configuration with these knobs set."""
+        ranks = {name.removeprefix("rank."): value for name, value in values.items() if name.startswith("rank.")}
+        return replace(super().tuned(base, values), ranks=ranks)
 
 
 def matrices(target: Target) -> dict[str, Tensor]:
@@ -111,69 +129,72 @@ def _kind(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _rank(weight: Tensor, share: float) -> int | None:
-    """The rank for a share of the break-even rank; None leaves the matrix whole."""
+def _break_even(weight: Tensor) -> int:
+    """The rank at which two factors are as large as the matrix."""
     rows, columns = weight.shape
-    return None if share >= 1 else max(1, int(share * rows * columns / (rows + columns)))
+    return max(1, rows * columns // (rows + columns))
 
 
 def factorised(
     target: Target, weights: Mapping[str, Tensor], ranks: Mapping[str, int], folder: Path
 ) -> dict[str, Factors]:
-    """The factors of these weights, from the folder where they were kept, or made and kept.
+    """The factors of some weights, from the file where those of this model are kept, or made and kept.
 
-    Two processes that want the same factors at once wait for one another. A damaged file is made anew.
+    The file holds every matrix at its break-even rank; the factors of a lower rank are its first columns and rows, so
+    trying other ranks costs no decomposition. Two processes that want it at once wait for one another. A damaged file
+    is made anew.
 
     Args:
         target: whose weights they are.
-        weights: by module name, `[out, in]`.
-        ranks: by module name.
+        weights: of all matrices, by module name, `[out, in]`.
+        ranks: by module name, of the wanted ones; at most the break-even rank.
         folder: of the cache.
     """
-    if not weights:
-        return {}
-    path = folder / "low-rank" / f"{_key(target, weights, ranks)}.safetensors"
+    path = folder / "low-rank" / f"{_key(target, weights)}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
-        tensors = _read(path, weights)
-        if tensors is None:
-            tensors = _decompose(weights, ranks)
+        found = _read(path, weights, ranks)
+        if found is None:
             with whole_file(path) as work:
-                save_file(tensors, str(work), metadata={"format": "pt"})
-    return {
-        name: tuple(tensors[f"{name}.{part}"].to(weight.device, weight.dtype) for part in ("down", "up"))  # type: ignore[misc]
-        for name, weight in weights.items()
-    }
+                save_file(_decompose(weights), str(work), metadata={"format": "pt"})
+            found = _read(path, weights, ranks)
+    assert found is not None
+    return found
 
 
-def _key(target: Target, weights: Mapping[str, Tensor], ranks: Mapping[str, int]) -> str:
-    """Of the model and the ranks. Samples of every matrix are in it: models may differ in some of them alone."""
-    digest = hashlib.sha256(fingerprint(target).encode())
-    digest.update(json.dumps(dict(ranks), sort_keys=True).encode())
-    for weight in weights.values():
-        digest.update(sample(weight))
+def _key(target: Target, weights: Mapping[str, Tensor]) -> str:
+    """Of the model. Samples of every matrix are in it: models may differ in some of them alone."""
+    digest = hashlib.sha256(f"{fingerprint(target)} {target.dtype}".encode())
+    for name, weight in weights.items():
+        digest.update(name.encode() + sample(weight))
     return digest.hexdigest()[:32]
 
 
-def _read(path: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+def _read(path: Path, weights: Mapping[str, Tensor], ranks: Mapping[str, int]) -> dict[str, Factors] | None:
+    """The first rows and columns of the kept factors; None if there is no whole file of them."""
     if not path.is_file():
         return None
     try:
-        tensors = load_file(path)
+        with safe_open(str(path), framework="pt") as file:
+            if set(file.keys()) != {f"{name}.{part}" for name in weights for part in ("down", "up")}:
+                return None
+            found = {}
+            for name, rank in ranks.items():
+                down, up = file.get_slice(f"{name}.down")[:rank], file.get_slice(f"{name}.up")[:, :rank]
+                found[name] = (down.to(weights[name]).contiguous(), up.to(weights[name]).contiguous())
+            return found
     except (SafetensorError, OSError):
         return None
-    wanted = {f"{name}.{part}" for name in weights for part in ("down", "up")}
-    return tensors if set(tensors) == wanted else None
 
 
 @torch.no_grad()
-def _decompose(weights: Mapping[str, Tensor], ranks: Mapping[str, int]) -> dict[str, Tensor]:
+def _decompose(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`down` `[r, in]` and `up` `[out, r]` of each weight, in its own dtype, on the CPU."""
     tensors = {}
     quick = len(weights) < _MANY
     for name, weight in tqdm(weights.items(), desc="low-rank factors", unit="matrix", disable=quick, leave=False):
         left, values, right = torch.linalg.svd(weight.float(), full_matrices=False)
-        rank = ranks[name]
+        rank = _break_even(weight)
         root = values[:rank].sqrt()
         tensors[f"{name}.down"] = (root.unsqueeze(1) * right[:rank]).to(weight.dtype).cpu().contiguous()
         tensors[f"{name}.up"] = (left[:, :rank] * root).to(weight.dtype).cpu().contiguous()

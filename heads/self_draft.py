@@ -9,8 +9,10 @@ Letters: B rows, N tree nodes, m trunk levels, k children per level, D hidden si
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -25,6 +27,8 @@ from selfspec.heads.trees import CandidatePool
 from selfspec.heads.trunk import ReducedOutput, Trunk, WholeOutput
 from selfspec.target import Target
 from selfspec.tree import Computed, DraftTree, TreeShape
+
+_DEPTHS = (2, 3, 4, 6, 8)
 
 S = TypeVar("S", bound="SelfDraft")
 
@@ -80,6 +84,8 @@ class SelfDraftConfig(DraftConfig):
         shares = (self.threshold, self.wanted_rate, self.threshold_step, self.rate_memory, self.threshold_memory)
         if not all(0 <= share <= 1 for share in shares):
             raise ConfigError(f"thresholds, rates and memories lie in 0..1, got {shares}")
+        if self.vocab_ids is not None and self.draft_vocab_size not in (0, len(self.vocab_ids)):
+            raise ConfigError(f"draft_vocab_size is {self.draft_vocab_size}, but vocab_ids holds {len(self.vocab_ids)}")
         if self.vocab_ids is not None:
             self.draft_vocab_size = self.draft_vocab_size or len(self.vocab_ids)
 
@@ -141,6 +147,33 @@ class SelfDraft(ABC):
     @abstractmethod
     def plan(self) -> Plan:
         """What the draft pass leaves out or replaces."""
+
+    def check_target(self, target: Target) -> None:
+        """Raise ConfigError unless this draft was made for that model."""
+        if self.target.model is not target.model:
+            raise ConfigError(f"this {self.kind} draft was made for another model object; make it for this one")
+
+    # Tuning: see `selfspec.inference.tune`
+
+    @classmethod
+    def knobs(cls, target: Target) -> dict[str, tuple[Any, ...]]:
+        """What `selfspec tune` may set, and the values to choose from."""
+        return {"depth": _DEPTHS}
+
+    @classmethod
+    def start(cls, target: Target) -> dict[str, Any]:
+        """The values to try first."""
+        return {"depth": cls.config_class().depth}
+
+    @classmethod
+    def tuned(cls, base: Any, values: Mapping[str, Any]) -> Any:
+        """The configuration `base` with these knobs set."""
+        return replace(base, depth=values.get("depth", base.depth))
+
+    @classmethod
+    def shuffled(cls, values: Mapping[str, Any], chance: random.Random) -> dict[str, Any] | None:
+        """Other values of the same cost, by chance; None where the method has none to compare with."""
+        return None
 
     # The Draft interface
 

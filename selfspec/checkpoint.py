@@ -20,9 +20,10 @@ from torch import Tensor
 
 from selfspec import registry
 from selfspec._version import __version__
+from selfspec.draft import Draft
 from selfspec.errors import CheckpointError, ConfigError
 from selfspec.fingerprint import fingerprint, matches
-from selfspec.head import DraftHead, HeadConfig
+from selfspec.head import DraftConfig, DraftHead, HeadConfig
 from selfspec.outputs import whole_file
 from selfspec.target import Target
 
@@ -70,15 +71,32 @@ def save_head(head: DraftHead, folder: str | Path, dtype: torch.dtype | None = N
         folder: created if needed; files in it are replaced only once the new ones are complete.
         dtype: cast floating-point weights first (for instance bfloat16 to halve the file).
     """
-    config = head.config
-    config.base_fingerprint = config.base_fingerprint or fingerprint(head.target)
-    if not config.base_model:
-        base = head.target.model.config
-        config.base_model, config.base_revision = str(base._name_or_path), getattr(base, "_commit_hash", None)
+    _name_base(head.config, head.target)
     tensors = head.owned_state()
     if dtype is not None:
         tensors = {k: v.to(dtype) if v.is_floating_point() else v for k, v in tensors.items()}
-    return write_files(Path(folder), config, tensors)
+    return write_files(Path(folder), head.config, tensors)
+
+
+def save_draft(draft: Any, folder: str | Path) -> Path:
+    """Save a draft that has settings for its base model but no weights (as tuned layer skipping): `config.json` alone.
+
+    Args:
+        draft: with a `config` of its method and the `target` it is made for.
+        folder: as for `save_head`.
+    """
+    _name_base(draft.config, draft.target)
+    folder = Path(folder)
+    with replacing(folder) as work:
+        write_json(work / CONFIG, draft.config.to_dict())
+    return folder
+
+
+def _name_base(config: DraftConfig, target: Target) -> None:
+    config.base_fingerprint = config.base_fingerprint or fingerprint(target)
+    if not config.base_model:
+        base = target.model.config
+        config.base_model, config.base_revision = str(base._name_or_path), getattr(base, "_commit_hash", None)
 
 
 def write_files(folder: Path, config: HeadConfig, tensors: dict[str, Tensor]) -> Path:
@@ -106,7 +124,19 @@ def read_config(folder: Path) -> dict[str, Any]:
     return values
 
 
-def load_head(
+def load_head(name_or_path: str | Path, target: Target, **options: Any) -> DraftHead:
+    """Load heads with weights; arguments and errors are those of `load_draft`.
+
+    Raises:
+        CheckpointError: the folder holds a draft without weights.
+    """
+    head = load_draft(name_or_path, target, **options)
+    if not isinstance(head, DraftHead):
+        raise CheckpointError(f"{name_or_path} holds a {head.kind} draft, which has no weights; use load_draft")
+    return head
+
+
+def load_draft(
     name_or_path: str | Path,
     target: Target,
     *,
@@ -114,12 +144,12 @@ def load_head(
     token: str | None = None,
     dtype: torch.dtype | None = None,
     check_base: bool = True,
-) -> DraftHead:
-    """Load heads from a folder or the Hub onto a target.
+) -> Draft:
+    """Load heads, or a draft saved by `save_draft`, from a folder or the Hub onto a target.
 
     Args:
         name_or_path: folder, or repository id on the Hub.
-        target: the base model the heads were trained on.
+        target: the base model they were made for.
         revision: commit, branch or tag of a Hub repository.
         token: Hub token for private repositories.
         dtype: of the loaded weights; the target's by default.
@@ -132,7 +162,7 @@ def load_head(
     values = read_config(folder)
     try:
         cls = registry.method(values["kind"])
-        if not issubclass(cls, DraftHead):
+        if not issubclass(cls.config_class, DraftConfig):
             raise ConfigError(f"{values['kind']!r} has no weights; use it by its name")
         config = cls.config_class.from_dict(values)
     except (ConfigError, TypeError) as error:
@@ -142,6 +172,9 @@ def load_head(
             f"{folder} was trained on {config.base_model!r} (fingerprint {config.base_fingerprint}), the model at hand "
             f"has {found}; load that base model, or train heads for this one"
         )
+    if not issubclass(cls, DraftHead):
+        made: Draft = cls.from_target(config, target)
+        return made
     head: DraftHead = cls(config, target)
     _fill(head, folder / WEIGHTS)
     head.to(device=target.device, dtype=dtype or target.dtype)

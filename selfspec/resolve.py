@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec import registry
-from selfspec.checkpoint import load_head
+from selfspec.checkpoint import load_draft
 from selfspec.draft import Draft
 from selfspec.errors import ConfigError
 from selfspec.head import DraftHead
@@ -44,7 +44,7 @@ def resolve_draft(
         raise ConfigError(f"{draft.__name__} is a class, wanted a draft made from it")
     if isinstance(draft, (str, Path)):
         made = _by_name(str(draft), target)
-        return made or load_head(draft, target, revision=revision, token=token, check_base=check_base)
+        return made or load_draft(draft, target, revision=revision, token=token, check_base=check_base)
     if isinstance(draft, Mapping):
         return _by_config(draft, target)
     if isinstance(draft, (list, tuple)):

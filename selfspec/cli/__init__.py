@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from selfspec._version import __version__
-from selfspec.cli import certify, demo, formats, measure, training, use
+from selfspec.cli import certify, demo, formats, measure, training, tune, use
 from selfspec.errors import SelfspecError
 
 DEBUG = "--debug"
@@ -27,6 +27,7 @@ for command in (
     measure.evaluate,
     measure.bench,
     certify.certify,
+    tune.tune,
     use.generate,
     formats.import_,
     formats.export,
