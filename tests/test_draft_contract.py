@@ -22,6 +22,7 @@ from selfspec.checkpoint import CONFIG, WEIGHTS, load_head, replacing, save_head
 from selfspec.draft import Budget, Draft, Needs, Sampling, Verified
 from selfspec.errors import CheckpointError, ConfigError
 from selfspec.head import DraftHead
+from selfspec.heads.blockwise import BlockwiseConfig
 from selfspec.heads.compose import ComposeConfig
 from selfspec.heads.dflash_config import DFlashConfig
 from selfspec.heads.draft_model import DraftModelConfig
@@ -60,7 +61,13 @@ SELF = {"threshold": 0.0, "adaptive": False, "depth": 3, "top_k": 3}
 LIKE_IT = {"kind": "draft-model", "model": tiny_folder.small(), "draws": False}
 OTHER = {**LIKE_IT, "model": tiny_folder.small("gemma3"), "top_k": 1}
 
+
+def _blockwise(num_layers: int = 1, **kw: Any) -> BlockwiseConfig:
+    return BlockwiseConfig(**{"draft_vocab_size": 50, "num_heads": 3, **kw})  # one layer is all there is
+
+
 ROWS = [
+    Row("blockwise", _blockwise),
     Row("compose", lambda **kw: ComposeConfig(parts=["lookup", LIKE_IT]), trainable=False),
     Row("dflash", lambda **kw: DFlashConfig(**{"draft_vocab_size": 50, "block_size": 4, **kw})),
     Row("draft-model", lambda **kw: DraftModelConfig(model=LIKE_IT["model"], draws=False), trainable=False),

@@ -10,7 +10,7 @@ import torch
 
 from selfspec.draft import Budget, Sampling, Verified
 from selfspec.errors import ConfigError
-from selfspec.heads.lookup import History, Lookup, LookupConfig
+from selfspec.heads.lookup import Lookup, LookupConfig, NgramHistory
 from selfspec.tree import DraftTree
 
 
@@ -77,7 +77,7 @@ def test_rows_without_a_match_are_padded_with_unreal_nodes() -> None:
 def test_the_index_finds_what_a_scan_finds(seed: int) -> None:
     rng = random.Random(seed)
     text = [rng.randrange(4) for _ in range(60)]
-    history = History(LookupConfig(max_ngram=3, min_ngram=2))
+    history = NgramHistory(LookupConfig(max_ngram=3, min_ngram=2))
     for token in text:
         history.extend([token])
     expected: list[int] = []
@@ -89,7 +89,7 @@ def test_the_index_finds_what_a_scan_finds(seed: int) -> None:
 
 
 def test_a_new_token_costs_one_entry_per_length() -> None:
-    history = History(LookupConfig(max_ngram=3, min_ngram=1))
+    history = NgramHistory(LookupConfig(max_ngram=3, min_ngram=1))
     history.extend(list(range(1000)) * 2)
     history.extend([0])
     assert [len(older) for older in history._older] == [0, 2001, 2001, 2001]
