@@ -50,7 +50,7 @@ def patch(
     Args:
         model: a causal language model, or a PEFT model around one; its weights and its code are not touched.
         draft: a folder or Hub id of trained heads, the name of a method that needs no training (with what it works on
-            after a colon where it wants something, as `draft-model:FOLDER`) or its configuration as a dict, any object
+            after a colon where it wants something, as `METHOD:FOLDER`) or its configuration as a dict, any object
             that implements `selfspec.draft.Draft`, or a list of these, which draft together.
         nodes: the most nodes of a tree, the root included; None leaves it to the draft.
         accept: the rule for sampled text, see `selfspec.accept.AcceptRule`. Rules with "lossy" in their name change the
