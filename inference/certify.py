@@ -55,11 +55,11 @@ class CertifySettings:
         rule: the accept rule in use.
     """
 
-    max_new_tokens: int = 64
-    sampled_prompts: int = 3
-    prompt_tokens: int = 48
+    max_new_tokens: int = 48
+    sampled_prompts: int = 2
+    prompt_tokens: int = 32
     samples: int = 400
-    engine_samples: int = 48
+    engine_samples: int = 32
     trees: int = 100
     temperature: float = 0.9
     top_k: int = 30

@@ -18,7 +18,7 @@ from selfspec.draft import Budget, Draft, Sampling, Verified
 from selfspec.inference.certify_statistics import fit
 from selfspec.tree import DraftTree, Drawn
 
-_ENOUGH = 20
+_ENOUGH, _LOOKS = 20, 8
 
 
 def draws_check(draft: Draft, verified: Verified, sampling: Sampling, trees: int, seed: int, alpha: float) -> Any:
@@ -41,7 +41,9 @@ def draws_check(draft: Draft, verified: Verified, sampling: Sampling, trees: int
     first: list[int] = []
     q: list[float] = []
     impossible = 0
-    for _ in range(trees):
+    for drawn_so_far in range(trees):
+        if drawn_so_far == _LOOKS and not places and not impossible:
+            break  # a draft that chooses; its trees need no q
         tree = draft.propose(draft.begin(verified), Budget(), sampling, generator)
         if tree.drawn is None:
             continue

@@ -59,7 +59,9 @@ def greedy_check(target: Target, draft: Draft, prompts: Sequence[list[int]], max
         plain_texts.append(free)
         noise = max(noise, noise_floor(target, [*prompt, *free]))
         variant, extra = _variant(index, free)
-        texts.append({"prompt": index, "variant": variant, **_compare(target, draft, prompt, max_new_tokens, extra)})
+        plain = None if extra is _PENALTY else _ended(free, {extra["eos_token_id"]}) if extra else free
+        found = _compare(_job(target, prompt, max_new_tokens, extra), draft, plain)
+        texts.append({"prompt": index, "variant": variant, **found})
     texts += _batch(target, draft, prompts[:_BATCH], plain_texts[:_BATCH], max_new_tokens)
     for text in texts:
         text["differences"] = {name: _classed(found, noise) for name, found in text["differences"].items()}
@@ -92,15 +94,15 @@ def _job(target: Target, prompt: list[int], max_new_tokens: int, extra: dict[str
     return Job(target, prompt, prepare(target, prompt, arguments), arguments, 0)
 
 
-def _compare(
-    target: Target, draft: Draft, prompt: list[int], max_new_tokens: int, extra: dict[str, Any]
-) -> dict[str, Any]:
-    job = _job(target, prompt, max_new_tokens, extra)
+def _compare(job: Job, draft: Draft, plain: list[int] | None) -> dict[str, Any]:
+    """`plain` is the text of plain decoding where it is known already."""
     fast = draft_runner(draft)(job)
-    references = {"plain": run_plain(job).tokens, "transformers": run_transformers(job).tokens}
+    references = {"plain": run_plain(job).tokens if plain is None else plain}
+    references["transformers"] = run_transformers(job).tokens
     processors = job.request.processors
     differences = {
-        name: compare(target, prompt, reference, fast.tokens, processors) for name, reference in references.items()
+        name: compare(job.target, job.prompt, reference, fast.tokens, processors)
+        for name, reference in references.items()
     }
     return {"tokens": len(fast.tokens), "rounds": fast.stats.rounds + 1, "differences": differences}
 

@@ -98,6 +98,7 @@ class Peek:
         self.handed_over: HandedOver = handed_over or (lambda logits, q: q)
         self.said_with_replacement = with_replacement if said_with_replacement is None else said_with_replacement
         self.said_ids = token_ids if said_ids is None else said_ids
+        self._read: dict[tuple[int, ...], Tensor] = {}  # the same few contexts come again and again
         self.spoil = 0.7 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(5))
 
     def begin(self, verified: Verified) -> _Texts:
@@ -144,8 +145,10 @@ class Peek:
         return tokens, probs
 
     def _guess(self, path: list[int]) -> Tensor:
-        model: Any = self.model
-        with torch.no_grad():
-            logits: Tensor = model(input_ids=torch.tensor([path]), use_cache=False).logits[0, -1]
-        spoiled = logits + self.spoil[path[-1]]
+        key = tuple(path)
+        if key not in self._read:
+            model: Any = self.model
+            with torch.no_grad():
+                self._read[key] = model(input_ids=torch.tensor([path]), use_cache=False).logits[0, -1]
+        spoiled = self._read[key] + self.spoil[path[-1]]
         return spoiled if self.token_ids is None else spoiled[self.token_ids]

@@ -28,7 +28,8 @@ from selfspec.target import Target
 from selfspec.tree import DraftTree
 
 Pair = tuple[int, int]
-_KEPT_PASSES = 24
+_KEPT_PASSES = 16
+_SAME_TREE = 16
 _ROWS = 8
 _ENGINE_TOKENS = 5
 _OTHERS, _IMPOSSIBLE = (-1, -1), (-2, -2)
@@ -59,6 +60,21 @@ class Exact:
         return int(torch.multinomial(self.after(tokens), 1, generator=generator))
 
 
+class _Kept:
+    """Scores of one tree that are asked for again and again."""
+
+    def __init__(self, scores: TreeScores) -> None:
+        self.scores = scores
+        self._kept: dict[tuple[int, ...], Tensor] = {}
+
+    def __call__(self, rows: list[int], paths: list[list[int]]) -> Tensor:
+        """See `selfspec.accept.NodeScores`; for one row."""
+        for path in paths:
+            if tuple(path) not in self._kept:
+                self._kept[tuple(path)] = self.scores([0], [path])
+        return torch.cat([self._kept[tuple(path)] for path in paths])
+
+
 class Rounds:
     """The first round after a context, as often as wanted."""
 
@@ -73,7 +89,9 @@ class Rounds:
         counts = torch.tensor([ids.shape[1] - 1], device=ids.device)
         shown = self.cache if draft.needs.cache else None
         self.verified = Verified(ids[:, :-1], ids[:, 1:], counts, out.hidden, out.layers, cache=shown)
-        self._passes: dict[Any, TreeScores] = {}
+        self._passes: dict[Any, _Kept] = {}
+        self._chosen: DraftTree | None = None
+        self._runs = 0
 
     def propose(self, generator: torch.Generator) -> DraftTree:
         """A tree of the draft's own choice."""
@@ -83,17 +101,27 @@ class Rounds:
 
     def run(self, generator: torch.Generator) -> list[int]:
         """The tokens that one round commits."""
-        tree = self.propose(generator)
+        tree = self._next(generator)
         return accept(tree, self._scores(tree), True, TorchChance(generator, self.target.device), self.rule).tokens[0]
 
-    def _scores(self, tree: DraftTree) -> TreeScores:
+    def _next(self, generator: torch.Generator) -> DraftTree:
+        """A new tree; one that was chosen without chance would come again and is made anew only now and then."""
+        if self._chosen is None or self._runs % _SAME_TREE == 0:
+            tree = self.propose(generator)
+            self._chosen = tree if tree.drawn is None else None
+        else:
+            tree = self._chosen
+        self._runs += 1
+        return tree
+
+    def _scores(self, tree: DraftTree) -> _Kept:
         """Trees come again; a pass over the same tree is not run twice."""
         key = (tuple(tree.token_lists[0]), tuple(tree.parents[0].tolist()))
         if key not in self._passes:
             if len(self._passes) >= _KEPT_PASSES:
                 self._passes.clear()
             logits = self.target.verify(tree, self.cache, self.draft.needs).logits
-            self._passes[key] = TreeScores(logits, tree.token_lists, self.history, self.processors)
+            self._passes[key] = _Kept(TreeScores(logits, tree.token_lists, self.history, self.processors))
         return self._passes[key]
 
 

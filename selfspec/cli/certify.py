@@ -21,7 +21,7 @@ def certify(
     target: Annotated[str | None, typer.Argument(help="Model: a folder, a Hub id, or `demo`.")] = None,
     draft: Annotated[str | None, typer.Argument(help="Heads (folder or Hub id), or a method without training.")] = None,
     prompts: opt.Prompts = None,
-    limit: opt.Limit = 6,
+    limit: opt.Limit = 4,
     max_new_tokens: Annotated[int | None, typer.Option(min=4, help="Tokens per greedy text.")] = None,
     samples: Annotated[int | None, typer.Option(min=50, help="Sampled rounds per prompt.")] = None,
     temperature: Annotated[float, typer.Option(min=0.01, help="Of the sampled part.")] = 0.9,
