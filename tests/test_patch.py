@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import selfspec
-from selfspec.errors import CheckpointError, ConfigError, UnsupportedModel
+from selfspec.errors import CheckpointError, ConfigError, UnsupportedGeneration, UnsupportedModel
 
 # Patching and unpatching
 
@@ -233,3 +233,41 @@ def test_a_copy_of_a_patched_model_speaks_for_itself(prompt: Tensor) -> None:
         assert torch.equal(own.generate(prompt, max_new_tokens=NEW), plain(own, prompt, max_new_tokens=NEW))
         selfspec.unpatch(twin)
         assert "generate" not in vars(twin)
+
+
+def test_a_peft_model_is_patched_through_its_wrapper(prompt: Tensor) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(tiny.model("llama"), config)
+    wanted = plain(wrapped.get_base_model(), prompt, max_new_tokens=NEW)
+    assert selfspec.patch(wrapped, "lookup") is wrapped
+    assert torch.equal(wrapped.generate(input_ids=prompt, max_new_tokens=NEW), wanted)
+    assert wrapped.speculation.last.rounds > 0
+    selfspec.unpatch(wrapped)
+    assert "generate" not in vars(wrapped.get_base_model())
+
+
+def test_prompt_tuning_is_refused_by_name() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(UnsupportedModel, match="PROMPT_TUNING"):
+        selfspec.patch(peft.get_peft_model(tiny.model("llama"), config), "lookup")
+
+
+def test_a_wrapper_of_another_kind_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModel, match="Sequential is no transformers model"):
+        selfspec.patch(torch.nn.Sequential(tiny.model("llama")), "lookup")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["DeepSpeed ZeRO-3", "FSDP"])
+def test_ranks_that_gather_weights_together_are_refused_by_name(
+    kind: str, model: PreTrainedModel, prompt: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from selfspec import hf
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(hf, "is_deepspeed_zero3_enabled", lambda: kind == "DeepSpeed ZeRO-3")
+    monkeypatch.setattr(hf, "is_fsdp_managed_module", lambda module: kind == "FSDP")
+    with patched(model, "lookup"), pytest.raises(UnsupportedGeneration, match=kind):
+        model.generate(prompt, max_new_tokens=4)
