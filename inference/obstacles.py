@@ -42,6 +42,7 @@ def refuse(config: GenerationConfig) -> None:
         "constraints": getattr(config, "constraints", None) is not None,
         "force_words_ids": getattr(config, "force_words_ids", None) is not None,
         "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
+        "use_mtp": bool(getattr(config, "use_mtp", None)),
         "assistant_early_exit": getattr(config, "assistant_early_exit", None) is not None,
     }
     named = [f"{name}={getattr(config, name)}" for name, found in wrong.items() if found]

@@ -38,7 +38,7 @@ class Budget:
     """What one round may cost.
 
     Args:
-        nodes: the most nodes the tree may have, the root included; None leaves it to the draft.
+        nodes: the most nodes the tree may have, the root included (a larger one is cut); None leaves it to the draft.
         depth: the deepest node that could still be committed in any row.
     """
 
@@ -147,7 +147,12 @@ class Draft(Protocol):
         """Which of the target's features it reads."""
 
     def begin(self, verified: Verified) -> Any:
-        """Read the prompt and return the state of a new generation."""
+        """Read the prompt and return the state of a new generation.
+
+        Behind a cache that the caller passed in, a draft that needs hidden states or layers is shown the part of the
+        text that the target has read in this call; one that needs neither, all of it if the tokens are known. A prompt
+        given as embeddings alone shows its last place only, with token 0 in it.
+        """
 
     def propose(self, state: Any, budget: Budget, sampling: Sampling, generator: torch.Generator | None) -> DraftTree:
         """Guess a tree whose node 0 is the newest committed token of each row."""

@@ -13,6 +13,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 # Arguments of a generation configuration that choose no way of decoding.
 NO_WAY_OF_DECODING = {
     "assistant_confidence_threshold",
+    "assistant_ensemble_weight",
     "assistant_lookbehind",
     "bos_token_id",
     "cache_config",
@@ -32,10 +33,10 @@ NO_WAY_OF_DECODING = {
     "num_beam_groups",
     "pad_token_id",
     "remove_invalid_values",
+    "speculation_type",
     "target_lookbehind",
     "token_healing",
     "transformers_version",
-    "use_mtp",
 }
 ALIASES = {
     "encoder_no_repeat_ngram_size": "encoder_*",
@@ -43,7 +44,6 @@ ALIASES = {
     "forced_bos_token_id": "forced tokens",
     "forced_eos_token_id": "forced tokens",
     "begin_suppress_tokens": "suppress_tokens",
-    "cache_implementation": "cache_implementation",
 }
 
 

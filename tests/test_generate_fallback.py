@@ -92,6 +92,8 @@ def test_right_padding_falls_back_to_plain_decoding_with_a_warning(model: PreTra
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha"),
         ({"dola_layers": "low"}, "dola"),
+        ({"use_mtp": True}, "use_mtp"),
+        ({"assistant_early_exit": 1}, "assistant_early_exit"),
         ({"synced_gpus": True}, "synced_gpus"),
         ({"assistant_model": "self"}, "assistant_model"),
     ],
