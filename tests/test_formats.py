@@ -27,6 +27,7 @@ from selfspec.heads.eagle import Eagle, EagleConfig
 from selfspec.heads.eagle3 import Eagle3, Eagle3Config
 from selfspec.heads.formats import describe, export_head, exports, formats, import_folder, import_head
 from selfspec.heads.formats.source import Source
+from selfspec.heads.hydra import Hydra, HydraConfig, HydraCross, HydraCrossConfig
 from selfspec.heads.medusa import Medusa, MedusaConfig
 from selfspec.inference.patch import patch
 from selfspec.target import Target
@@ -68,7 +69,16 @@ def dflash(target: Target, **options: Any) -> DraftHead:
     return randomised(DFlash.from_target(DFlashConfig(**{"block_size": 4, "num_layers": 1, **options}), target))
 
 
-BUILDERS = {"medusa": medusa, "eagle": eagle, "eagle3": eagle3, "dflash": dflash}
+def hydra(target: Target, **options: Any) -> DraftHead:
+    settings = {"num_heads": 2, "output_per_head": True, "output_bias": True, "embedding_norm": False, **options}
+    return randomised(Hydra.from_target(HydraConfig(**settings), target))
+
+
+def hydra_cross(target: Target) -> DraftHead:
+    return randomised(HydraCross.from_target(HydraCrossConfig(), target))
+
+
+BUILDERS = {"hydra": hydra, "medusa": medusa, "eagle": eagle, "eagle3": eagle3, "dflash": dflash}
 
 
 def tree(target: Target, head: DraftHead) -> Tensor:
@@ -122,6 +132,11 @@ ROUND_TRIPS: list[tuple[str, Callable[..., DraftHead], dict[str, Any]]] = [
     ),
     ("speculators", eagle3, {"fc_norm": True, "norm_output": True, "norm_before_residual": True}),
     ("speculators", eagle3, {"norm_before_fc": True, "qk_norm": True, "num_layers": 2, "head_dim": 6}),
+    ("hydra", hydra, {"prefix_attention": False}),
+    ("hydra", hydra, {"mlp_blocks": 3, "tree_nodes": 8}),
+    ("hydra", hydra, {"grounded": False, "hidden_state_offset": 1}),
+    ("hydra", hydra_cross, {}),
+    ("hydra", eagle, {"layer_norm": True, "fc_bias": True}),
     ("dflash", dflash, {}),
     ("dflash", dflash, {"num_layers": 2, "attention_bias": True, "head_dim": 6}),
     ("vllm-dflash", dflash, {"draft_vocab_size": 40}),
@@ -196,6 +211,8 @@ IMPOSSIBLE = [
     ("vllm-eagle3", eagle3, {"target_layers": [0, 2]}, "layer 0"),
     ("safeai-eagle3", eagle3, {"fc_norm": True}, "fc_norm=True"),
     ("safeai-eagle3", eagle3, {"target_layers": [1, 2]}, r"reads layers \[2, 1, 0\]"),
+    ("hydra", hydra, {"embedding_norm": True}, "embedding_norm=True"),
+    ("hydra", hydra, {"draft_vocab_size": 40}, "draft vocabulary"),
     ("dflash", dflash, {"causal": True}, "causal=True"),
     ("dflash", dflash, {"taps": [0, 1]}, "tap 0"),
     ("vllm-eagle", medusa, {}, "vllm-medusa"),
@@ -340,7 +357,8 @@ def test_own_folders_are_not_imported(target: Target, tmp_path: Path) -> None:
 def test_foreign_folders_are_described_without_their_base_model(name: str, target: Target, tmp_path: Path) -> None:
     if name == "safeai-eagle3":
         target = eight_layers()
-    head = BUILDERS[formats()[name].kinds[0]](target)
+    options = {"prefix_attention": False} if name == "hydra" else {}  # its attention needs the base model's sizes
+    head = BUILDERS[formats()[name].kinds[0]](target, **options)
     export_head(head, tmp_path, name)
     figures = describe(tmp_path)
     assert figures["kind"] == head.kind and figures["bytes"] > 0 and figures["parameters"] > 0

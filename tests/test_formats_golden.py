@@ -3,54 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import golden
 import pytest
 import torch
+from test_heads_hydra import ARCHS, compare_decoding, compare_forward
 from torch import Tensor
 
 from selfspec.checkpoint import load_head
-from selfspec.draft import Budget, Draft, Needs, Sampling, Verified
+from selfspec.draft import Verified
 from selfspec.heads.formats import formats, import_folder
 from selfspec.heads.formats.source import Source
-from selfspec.inference.patch import patch, unpatch
 from selfspec.target import Target
-from selfspec.tree import DraftTree
 
 torch.set_num_threads(1)
 NEAR = {"atol": 2e-5, "rtol": 1e-5}
-GAP = 2e-5  # below it two candidates may swap between machines
-
-
-@dataclass
-class Recorder:
-    """A head, with the trees it proposed and how many guesses of each were accepted."""
-
-    head: Draft
-    trees: list[DraftTree] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-
-    @property
-    def kind(self) -> str:
-        return self.head.kind
-
-    @property
-    def needs(self) -> Needs:
-        return self.head.needs
-
-    def begin(self, verified: Verified) -> Any:
-        return self.head.begin(verified)
-
-    def propose(self, state: Any, budget: Budget, sampling: Sampling, generator: torch.Generator | None) -> DraftTree:
-        self.trees.append(self.head.propose(state, budget, sampling, generator))
-        return self.trees[-1]
-
-    def observe(self, state: Any, verified: Verified) -> Any:
-        self.accepted.append(int(verified.counts[0]) - 1)
-        return self.head.observe(state, verified)
 
 
 def imported(name: str, tmp_path: Path, draft: str = "draft", **settings: Any) -> tuple[Target, Any]:
@@ -62,24 +31,11 @@ def imported(name: str, tmp_path: Path, draft: str = "draft", **settings: Any) -
     return target, load_head(tmp_path, target)
 
 
-def replay(target: Target, head: Draft, run: dict[str, Any]) -> None:
+def replay(target: Target, head: Any, run: dict[str, Any]) -> None:
     """Generate as the peer did; trees, positions, accepted lengths and text must be the peer's."""
-    recorder = Recorder(head)
-    patch(target.model, recorder)
-    try:
-        ids = target.model.generate(torch.tensor([run["prompt"]]), do_sample=False, max_new_tokens=110)[0].tolist()
-    finally:
-        unpatch(target.model)
-    wanted = run["output_ids"]
-    assert ids[: len(wanted)] == wanted
-    lengths = run["accept_length_per_round"]
-    assert recorder.accepted[: len(lengths)] == lengths
-    gaps = run.get("min_topk_gap_per_round", [])
-    for tree, tokens, gap in zip(recorder.trees, run.get("tree_tokens_per_round", []), gaps, strict=False):
-        found = tree.tokens[0].tolist()
-        assert found == tokens if gap > GAP else sorted(found) == sorted(tokens)
-    for tree, depths in zip(recorder.trees, run.get("tree_position_ids_per_round", []), strict=False):
-        assert tree.shape.depth[0].tolist() == depths
+    rounds, ids = golden.decode_rounds(target, head, run)
+    assert ids == run["output_ids"]
+    golden.assert_rounds_equal(rounds, run)
 
 
 def greedy_runs(name: str) -> list[Any]:
@@ -205,4 +161,12 @@ def test_dflash_runs(run: dict[str, Any], tmp_path: Path) -> None:
     target, head = imported("dflash", tmp_path, **settings)
     assert head.config.taps == [2, 5]
     lengths = [length - 1 for length in run["acceptance_lengths_plus_bonus"]]
-    replay(target, head, run | {"accept_length_per_round": lengths})
+    rounds, ids = golden.decode_rounds(target, head, run)
+    assert ids == run["output_ids"] and [one.accepted for one in rounds] == lengths
+
+
+@pytest.mark.parametrize("name", ARCHS)
+def test_hydra_states_logits_and_runs(name: str, tmp_path: Path) -> None:
+    _, head = imported(name, tmp_path, choices=golden.notes(name)["tree_choices"])
+    compare_forward(head, name)
+    compare_decoding(head, name, slice(1))

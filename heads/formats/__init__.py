@@ -3,6 +3,7 @@
 from selfspec.heads.formats import dflash as dflash
 from selfspec.heads.formats import eagle as eagle
 from selfspec.heads.formats import eagle3 as eagle3
+from selfspec.heads.formats import hydra as hydra
 from selfspec.heads.formats import medusa as medusa
 from selfspec.heads.formats import speculators as speculators
 from selfspec.heads.formats.base import Format as Format
