@@ -109,8 +109,7 @@ ROUND_TRIPS: list[tuple[str, Callable[..., DraftHead], dict[str, Any]]] = [
     ("medusa", medusa, {"num_layers": 2, "own_output": True}),
     ("medusa", medusa, {"num_heads": 3, "output_per_head": True}),
     ("vllm-medusa", medusa, {"num_layers": 2}),
-    ("vllm-medusa", medusa, {"draft_vocab_size": 40}),
-    ("vllm-medusa", medusa, {"draft_vocab_size": 40, "own_output": True}),
+    ("vllm-medusa", medusa, {"own_output": True}),
     ("vllm-medusa", medusa, {"output_per_head": True, "choices": [[0], [0, 0], [1]]}),
     ("safeai-eagle", eagle, {"fc_bias": True, "tree_nodes": 7}),
     ("safeai-eagle", eagle, {"num_layers": 2, "attention_bias": True}),
@@ -174,6 +173,7 @@ def test_an_imported_folder_loads_as_any_other(
 
 
 LOSSES = [
+    ("vllm-medusa", medusa, {"draft_vocab_size": 40}, "draft vocabulary"),
     ("medusa", medusa, {"draft_vocab_size": 40}, "draft vocabulary"),
     ("safeai-eagle", eagle, {"draft_vocab_size": 40}, "draft vocabulary"),
     ("vllm-eagle", eagle, {"draft_vocab_size": 40}, "draft vocabulary"),
@@ -201,6 +201,7 @@ def test_a_loss_is_named_and_must_be_asked_for(
 IMPOSSIBLE = [
     ("medusa", medusa, {"draft_vocab_size": 40, "own_output": True}, "draft vocabulary"),
     ("vllm-medusa", medusa, {"draft_vocab_size": 40, "output_per_head": True}, "draft vocabulary"),
+    ("vllm-medusa", medusa, {"draft_vocab_size": 40, "own_output": True}, "draft vocabulary"),
     ("vllm-eagle", eagle, {"input_norms": True}, "input_norms=True"),
     ("safeai-eagle", eagle, {"output_norm": True}, "output_norm=True"),
     ("safeai-eagle", eagle, {"head_dim": 6}, "head_dim=6"),

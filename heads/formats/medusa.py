@@ -68,11 +68,7 @@ class FasterDecodingMedusa(Format):
         return Converted(build_config(source, "medusa", fixed | ({"base_model": base} if base else {})), tensors)
 
     def obstacles(self, config: HeadConfig) -> list[Note]:
-        if not reduced(config):
-            return []
-        if config.own_output or getattr(config, "output_per_head", False):
-            return [Note("draft vocabulary", "output matrices of the format have a row for every token", "fatal")]
-        return [Note("draft vocabulary", "the format's heads rank all tokens of the target", "lossy")]
+        return _reduced_notes(config)
 
     def write(self, head: DraftHead) -> Written:
         config = _config(head)
@@ -135,12 +131,12 @@ class VllmMedusa(Format):
         return Converted(build_config(source, "medusa", fixed), tensors)
 
     def obstacles(self, config: HeadConfig) -> list[Note]:
-        if reduced(config) and getattr(config, "output_per_head", False):
-            return [Note("draft vocabulary", "the engine reduces it for one shared output matrix only", "fatal")]
-        return []
+        return _reduced_notes(config)
 
     def write(self, head: DraftHead) -> Written:
         config, rows = _config(head), rows_of(head)
+        if reduced(config):  # of the target's rows then, or `obstacles` would have refused
+            rows = head.target.output_rows(torch.arange(config.vocab_size))[0]
         tensors: dict[str, Tensor] = {}
         for j in range(config.num_heads):
             for n, (weight, bias) in enumerate(_blocks(head, j)):
@@ -158,10 +154,18 @@ class VllmMedusa(Format):
             "medusa_fc_bias": True,
             "original_lm_head": shared,
         }
-        if reduced(config):
-            values["truncated_vocab_size"] = config.draft_vocab_size
-            tensors["token_map"] = head.output.vocab.ids
         return Written(values | settings_of(config), tensors)
+
+
+def _reduced_notes(config: HeadConfig) -> list[Note]:
+    """Neither format has a reduced draft vocabulary: vLLM 0.32 has fields for one, but no such folder passes its loader
+    ("weights were not initialized from checkpoint: token_map").
+    """
+    if not reduced(config):
+        return []
+    if config.own_output or getattr(config, "output_per_head", False):
+        return [Note("draft vocabulary", "output matrices of the format have a row for every token", "fatal")]
+    return [Note("draft vocabulary", "the format's heads rank all tokens of the target", "lossy")]
 
 
 def _config(head: DraftHead) -> Any:
