@@ -17,12 +17,12 @@ time (its residual is 0 by then), but that second draw still takes its q off the
 A chain of drawn nodes is judged as a whole: block verification (Sun et al. 2024, "Block Verification Accelerates
 Speculative Decoding", Algorithm 2) is as exact and never accepts fewer tokens in expectation.
 
-Typical acceptance (Cai et al. 2024, section 2.3.1) is lossy and only used on request.
+Typical acceptance (Cai et al. 2024, section 2.3.1) is lossy and only used on request, as are `selfspec.lossy`'s rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from selfspec.errors import ConfigError, DraftTreeError
+from selfspec.lossy import GREEDY_RULES, walk_loosely
 from selfspec.tree import DraftTree, Drawn
 
 _SUM_TOLERANCE = 1e-3
@@ -41,33 +42,48 @@ LOSSY_TYPICAL = "lossy-typical"
 
 @dataclass(frozen=True)
 class AcceptRule:
-    """How sampled trees are judged. Greedy decoding has one rule, whatever stands here.
+    """How trees are judged. Greedy decoding is exact but for the three rules that are made for it.
 
     Args:
         name: `lossless` (whole blocks where the tree is a chain of drawn nodes, node by node otherwise), `token-wise`
-            (node by node always), or `lossy-typical`, which changes the distribution of the text.
+            (node by node always), or one that changes the text: `lossy-typical` when sampling; when greedy
+            `lossy-top-k`, `lossy-distance` and `lossy-min-block` (Stern et al. 2018, sections 5.1 to 5.3).
         epsilon: typical acceptance takes a node when p(x) > min(epsilon, delta * exp(-entropy of p)).
         delta: see `epsilon`. The defaults of both are those of Medusa's own code.
+        top_k: a guess passes that is among this many of the target's likeliest tokens.
+        distance: a guess passes that is this near to the target's likeliest token.
+        metric: the distance of two token ids; None takes the difference of the ids, which means something only where
+            tokens stand for intensities.
+        min_block: tokens that a round adds at least, the target's own included, as far as the tree reaches.
 
     Raises:
-        ConfigError: no such rule, or bounds that are not in (0, 1].
+        ConfigError: no such rule, or bounds out of range.
     """
 
     name: str = LOSSLESS
     epsilon: float = 0.09
     delta: float = 0.3
+    top_k: int = 2
+    distance: float = 2.0
+    metric: Callable[[int, int], float] | None = None
+    min_block: int = 2
 
     def __post_init__(self) -> None:
-        known = (LOSSLESS, TOKEN_WISE, LOSSY_TYPICAL)
+        known = (LOSSLESS, TOKEN_WISE, LOSSY_TYPICAL, *GREEDY_RULES)
         if self.name not in known:
             raise ConfigError(f"no accept rule is called {self.name!r}; use one of {', '.join(known)}")
         if not (0 < self.epsilon <= 1 and 0 < self.delta <= 1):
             raise ConfigError(f"epsilon={self.epsilon} and delta={self.delta} must lie in (0, 1]")
+        if self.top_k < 1 or self.min_block < 1 or not self.distance >= 0:
+            raise ConfigError(
+                f"top_k={self.top_k} and min_block={self.min_block} must be at least 1, distance={self.distance} "
+                "not below 0"
+            )
 
     @property
     def lossy(self) -> bool:
-        """Whether sampled text may differ in distribution from the target's."""
-        return self.name == LOSSY_TYPICAL
+        """Whether text may differ from the target's, greedy or in distribution."""
+        return self.name.startswith("lossy-")
 
 
 class Chance(Protocol):
@@ -156,7 +172,9 @@ def accept(
     """
     rule = rule or AcceptRule()
     children, batch = Children(tree), tree.tokens.shape[0]
-    if do_sample and rule.lossy:
+    if not do_sample and rule.name in GREEDY_RULES:
+        return _together([walk_loosely(row, children, scores, rule) for row in range(batch)])
+    if do_sample and rule.name == LOSSY_TYPICAL:
         return _together([_walk_typical(row, children, scores, rule, chance) for row in range(batch)])
     if do_sample and tree.drawn is not None:
         return _together([_walk_drawn(row, children, tree.drawn, scores, chance, rule) for row in range(batch)])
