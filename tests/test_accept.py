@@ -726,6 +726,8 @@ def test_sampled_text_of_a_patched_model_passes_a_chi_square_test(name: str) -> 
 class _Force:
     """A processor that fixes the token at one place."""
 
+    row_independent = True
+
     def __init__(self, place: int, token: int) -> None:
         self.place = place
         self.token = token
