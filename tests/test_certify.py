@@ -40,6 +40,14 @@ SMALL = CertifySettings(max_new_tokens=10, sampled_prompts=1, samples=60, engine
 PROMPTS = [tiny.text(1, n, seed=n)[0].tolist() for n in (5, 12, 9)]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What drafts keep between runs goes here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SELFSPEC_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     return tiny.model("gemma3")

@@ -46,6 +46,8 @@ MORE_PROCESSORS: list[dict[str, Any]] = [
 class StopsAt:
     """A criterion of the caller's own: the newest token and the one before it add up to a multiple of something."""
 
+    row_independent = True
+
     def __init__(self, divisor: int) -> None:
         self.divisor = divisor
 
@@ -73,6 +75,14 @@ class Configuration:
     nodes: int | None = None
     mask: bool = True
     pad_is_end: bool = False
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What drafts keep between runs goes here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SELFSPEC_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @cache
