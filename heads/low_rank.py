@@ -191,8 +191,8 @@ def _read(path: Path, weights: Mapping[str, Tensor], ranks: Mapping[str, int]) -
 def _decompose(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`down` `[r, in]` and `up` `[out, r]` of each weight, in its own dtype, on the CPU."""
     tensors = {}
-    quick = len(weights) < _MANY
-    for name, weight in tqdm(weights.items(), desc="low-rank factors", unit="matrix", disable=quick, leave=False):
+    bar = None if len(weights) >= _MANY else True  # None: only on a terminal
+    for name, weight in tqdm(weights.items(), desc="low-rank factors", unit="matrix", disable=bar, leave=False):
         left, values, right = torch.linalg.svd(weight.float(), full_matrices=False)
         rank = _break_even(weight)
         root = values[:rank].sqrt()

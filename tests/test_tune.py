@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+import tiny_folder
 import torch
 from oracle import patched, plain
 
+import selfspec
+from selfspec import cli
 from selfspec.checkpoint import CONFIG, load_draft, load_head, save_draft
 from selfspec.errors import CheckpointError, ConfigError
 from selfspec.heads.early_exit import EarlyExit, EarlyExitConfig
@@ -115,3 +119,33 @@ def test_random_sets_cost_the_same() -> None:
         counts = [sum(v for name, v in found.items() if name.startswith(part)) for found in (values, other)]
         assert counts[0] == counts[1]
     assert EarlyExit.shuffled({"depth": 4}, random.Random(0)) is None
+
+
+def test_the_command_writes_a_folder_that_generate_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_folder.save(tmp_path / "model")
+    results = tmp_path / "results.json"
+
+    def run(*arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["selfspec", *map(str, arguments)])
+        try:
+            cli.main()
+        except SystemExit as ended:
+            assert not ended.code, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "def add(a, b):"}\n{"prompt": "for i in range"}\n')
+    common = ["--target", model, "--dtype", "float32", "--draft", "early-exit", "--max-new-tokens", 6]
+    shown = run(
+        "tune", *common, "--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "found", "--max-trials", 2,
+        "--json", results, "draft_vocab_size=64",
+    )  # fmt: skip
+    assert "2 trials" in shown
+    assert json.loads(results.read_text())["trials"] == 2
+    values = json.loads((tmp_path / "found" / CONFIG).read_text())
+    assert values["kind"] == "early-exit" and values["exit_layer"] == 1 and len(values["vocab_ids"]) == 64
+    loaded, tokenizer = selfspec.load(tmp_path / "found", dtype="float32")
+    ids = tokenizer("def add(", return_tensors="pt").input_ids
+    found = loaded.generate(ids, max_new_tokens=8, do_sample=False)
+    assert torch.equal(found, plain(loaded, ids, max_new_tokens=8, do_sample=False))
