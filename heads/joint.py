@@ -136,7 +136,8 @@ class Joint:
             share = None if left is None else round(left * self.weights[i] / sum(self.weights[i:]))
             own = Budget(None if share is None else share + 1, budget.depth)
             tree = part.propose(state.states[i], own, sampling, generator)
-            trees.append(tree.limit_depth(budget.depth))
+            tree = tree.limit_depth(budget.depth)
+            trees.append(tree if own.nodes is None else tree.limit_nodes(own.nodes))
             if left is not None and share is not None:
                 left -= share if tree.drawn is not None else min(share, tree.nodes - 1)
         if not sampling.do_sample:
