@@ -140,7 +140,7 @@ class Call:
             accept=self._rule(speculation.accept),
             embeds=None if embeds is None else embeds.to(device),
             cache=cache,
-            keep_cache=returned or cache is not None,
+            keep_cache=(returned or cache is not None) and not any(speculation.target.states),
             chunk=config.prefill_chunk_size,
         )
 

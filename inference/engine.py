@@ -117,11 +117,15 @@ class Generation:
         budget = Budget(self.request.nodes, depth)
         tree = self.draft.propose(self.state, budget, self.sampling, self.request.generator)
         tree.check(roots, self.target.vocab_size)
+        if self.target.chain_only:
+            tree = tree.trunk()
         tree = tree.limit_depth(depth)
         return tree if budget.nodes is None else tree.limit_nodes(budget.nodes)
 
     def _deepest(self) -> int:
         """The depth beyond which no row could commit a node, for want of tokens to write or of exact positions."""
+        if self.cache.record is not None and self.cache.record.overdue:
+            return 0
         rooms = [self.stopper.room(length) for length in self.history.lengths]
         deepest = max(_NO_LIMIT if room is None else room - 1 for room in rooms)
         limit = self.target.drafting_limit

@@ -57,7 +57,11 @@ def obstacles(call: Call, target: Target, model_kwargs: dict[str, Any]) -> list[
     """Reasons to decode plainly; empty when the call can be speculative."""
     config, batch = call.config, call.input_ids.shape[0]
     found = unsupported_processors(call.processors, batch)
-    found += [f"argument {k}" for k, v in model_kwargs.items() if k not in _HANDLED_KWARGS and v is not None]
+    # Models with vision get a dict of their encoders' outputs, empty for text alone.
+    given = {k for k, v in model_kwargs.items() if v is not None and not (isinstance(v, dict) and not v)}
+    found += [f"argument {k}" for k in model_kwargs if k in given - _HANDLED_KWARGS]
+    if batch > 1 and target.chain_only:
+        found.append(f"several prompts at once ({target.chain_only})")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name) and config.return_dict_in_generate:
             found.append(name)

@@ -21,6 +21,7 @@ from selfspec.errors import ConfigError, UnsupportedGeneration, UnsupportedModel
 from selfspec.inference.call import Call
 from selfspec.inference.speculation import Speculation
 from selfspec.resolve import DraftLike, resolve_draft
+from selfspec.selfcheck import CHECKED_BY_TESTS, check_passes
 from selfspec.target import Target
 
 _HANDLE = "speculation"
@@ -44,6 +45,7 @@ def patch(
     revision: str | None = None,
     token: str | None = None,
     check_base: bool = True,
+    self_check: bool | None = None,
 ) -> PreTrainedModel:
     """Make `model.generate` draft and verify. Its arguments and its output stay what they were.
 
@@ -58,6 +60,8 @@ def patch(
         revision: Hub revision of the heads.
         token: Hub token.
         check_base: compare the heads' fingerprint of their base model with this one.
+        self_check: compare logits of guesses with those of plain passes first; None does so for model families that
+            this package's own tests do not cover.
 
     Returns:
         The same model. `model.speculation` holds the statistics.
@@ -73,6 +77,8 @@ def patch(
     wrapper, model = model, _unwrapped(model)
     target = Target(model)
     try:
+        if self_check or (self_check is None and target.model_type not in CHECKED_BY_TESTS):
+            check_passes(target)
         speculation = Speculation(target, resolve_draft(draft, target, revision, token, check_base), nodes, rule)
     except Exception:
         target.release()

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.hf import Cache, CacheLayerMixin, DummyLayer, dynamic_cache
+from selfspec.hf import Cache, CacheLayerMixin, LinearAttentionLayer, Window, dynamic_cache
+from selfspec.recurrent import StateRecord
 
 RowKeys = list[tuple[Tensor, Tensor] | None]
 """Keys and values of one row, `[H, S, d]` each, per layer; None for a layer that reads another's."""
@@ -93,6 +94,9 @@ class SlotLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate storage shaped after the first keys and values."""
+        self._allocate(key_states, value_states)
+
+    def _allocate(self, key_states: Tensor, value_states: Tensor) -> None:
         self.stored_keys = self._storage(key_states)
         self.stored_values = self._storage(value_states)
         self.is_initialized = True
@@ -108,7 +112,7 @@ class SlotLayer(CacheLayerMixin):
         first, end = self.slots.view(self.window, new)
         if not self.is_initialized:
             self._make_room(end)
-            self.lazy_initialization(key_states, value_states)
+            self._allocate(key_states, value_states)
         elif end > self.stored_keys.shape[-2]:
             self._make_room(end)
             self.stored_keys, self.stored_values = self._grown(self.stored_keys), self._grown(self.stored_values)
@@ -174,26 +178,54 @@ def _columns(stored: Tensor, columns: Sequence[Tensor], width: int) -> Tensor:
     return found
 
 
+class SlotStateLayer(LinearAttentionLayer, SlotLayer):  # type: ignore[override]
+    """Keys and values beside a recurrent state, in one layer (Falcon-H1)."""
+
+    def __init__(self, slots: Slots, window: int | None, states: int) -> None:
+        SlotLayer.__init__(self, slots, window)
+        LinearAttentionLayer.__init__(self, number_of_states=states)
+
+
+def _layer(slots: Slots, window: Window, states: int) -> Any:
+    if isinstance(window, type):
+        return LinearAttentionLayer(number_of_states=states) if states else window()
+    return SlotStateLayer(slots, window, states) if states else SlotLayer(slots, window)
+
+
 class SlotCache(Cache):
     """The cache handed to the target's `forward`.
 
     Args:
-        windows: per layer None (all keys), a sliding window, or DummyLayer (a layer that reads another's keys).
+        windows: per layer which keys it keeps.
         batch: B.
         capacity: slots to allocate at once; more are added by doubling if ever needed.
         device: where the lengths live (keys and values follow the layers).
+        states: per layer the number of recurrent states; None when there are none. With them B must be 1.
     """
 
     def __init__(
-        self, windows: Sequence[int | type[DummyLayer] | None], batch: int, capacity: int, device: torch.device
+        self,
+        windows: Sequence[Window],
+        batch: int,
+        capacity: int,
+        device: torch.device,
+        states: Sequence[int] | None = None,
     ) -> None:
         self.slots = Slots(batch, capacity, device)
-        super().__init__(layers=[w() if isinstance(w, type) else SlotLayer(self.slots, w) for w in windows])
+        counts = states or [0] * len(windows)
+        super().__init__(layers=[_layer(self.slots, w, n) for w, n in zip(windows, counts, strict=True)])
+        carriers = [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
+        self.record = StateRecord(carriers) if carriers else None
 
     @property
     def lengths(self) -> list[int]:
         """Committed tokens of each row."""
-        return self.slots.lengths
+        pending = 0 if self.record is None else len(self.record.pending)
+        return [length + pending for length in self.slots.lengths]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of the longest row that the next pass builds on."""
+        return max(self.slots.lengths)
 
     def _stores(self) -> list[SlotLayer]:
         return [layer for layer in self.layers if isinstance(layer, SlotLayer) and layer.is_initialized]
@@ -221,6 +253,9 @@ class SlotCache(Cache):
         Args:
             paths: per row the accepted nodes, ascending.
         """
+        if self.record is not None:
+            self.slots.advance([self.record.keep(len(path)) for path in paths])
+            return
         if any(path[i] != i for path in paths for i in range(len(path))):
             longest = max(map(len, paths))
             filled = [[*path, *range(len(path), longest)] for path in paths]
@@ -242,7 +277,7 @@ class SlotCache(Cache):
         length = self.lengths[row]
         return [
             (layer.stored_keys[row, :, :length].clone(), layer.stored_values[row, :, :length].clone())
-            if isinstance(layer, SlotLayer)
+            if isinstance(layer, SlotLayer) and layer.is_initialized
             else None
             for layer in self.layers
         ]
@@ -266,7 +301,7 @@ class SlotCache(Cache):
         """Keys and values `[B, H, width, d]` per layer, row b's token i in column `columns[b][i]`, zeros elsewhere."""
         pairs: list[tuple[Tensor, Tensor] | None] = []
         for layer in self.layers:
-            if not isinstance(layer, SlotLayer):
+            if not isinstance(layer, SlotLayer) or not layer.is_initialized:
                 pairs.append(None)
                 continue
             keys, values = (_columns(stored, columns, width) for stored in (layer.stored_keys, layer.stored_values))
@@ -278,7 +313,7 @@ class SlotCache(Cache):
         length = self.lengths[0]
         pairs: list[tuple[Tensor, Tensor] | None] = [
             (layer.stored_keys[:, :, :length].clone(), layer.stored_values[:, :, :length].clone())
-            if isinstance(layer, SlotLayer)
+            if isinstance(layer, SlotLayer) and layer.is_initialized
             else None
             for layer in self.layers
         ]

@@ -18,6 +18,9 @@ from transformers.cache_utils import (
     DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
 )
 from transformers.generation import GenerationMixin
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -31,11 +34,15 @@ MASKED_ATTENTION = ("eager", "sdpa")
 """Attention back ends that take an arbitrary 4-D mask."""
 _ATTENTION = ("self_attn", "self_attention", "attention", "attn")
 _MLP = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
+_HYBRIDS = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 
 __all__ = [
     "Cache",
     "CacheLayerMixin",
+    "Chunk",
     "DummyLayer",
+    "LinearAttentionLayer",
+    "Window",
     "attention_of",
     "batch_of",
     "blocks_of",
@@ -46,6 +53,7 @@ __all__ = [
     "dynamic_rope_from",
     "has_position_table",
     "held_by",
+    "layer_states",
     "layer_windows",
     "mask_kinds",
     "matrix_of",
@@ -57,6 +65,14 @@ __all__ = [
     "sample_plainly",
     "supports_logits_to_keep",
 ]
+
+
+class Chunk(int):
+    """Attention within consecutive chunks of this many tokens (Llama 4), where a plain int is a sliding window."""
+
+
+Window = int | type[DummyLayer] | None
+"""What a layer keeps keys of: None all tokens, an int a sliding window, a Chunk its chunk, DummyLayer nothing."""
 
 
 def check_version() -> None:
@@ -76,8 +92,8 @@ def config_of(model: PreTrainedModel) -> Any:
 
 def decoder_of(model: Any) -> nn.Module:
     """The module whose output is the last hidden state (after the final norm)."""
-    module: nn.Module = model.base_model
-    return module
+    found = (model.base_model, model.get_decoder(), getattr(model, "model", model))
+    return next((module for module in found if module is not model), model)
 
 
 def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
@@ -114,26 +130,41 @@ def _child(block: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
     return next((children[name] for name in names if name in children), None)
 
 
-def layer_windows(config: Any) -> list[int | type[DummyLayer] | None]:
-    """What each layer of the target keeps: None all keys, an int a sliding window, DummyLayer nothing.
+def layer_windows(config: Any) -> list[Window]:
+    """Which keys each layer of the target keeps.
 
     Raises:
-        UnsupportedModel: a layer with recurrent state, compressed or chunked keys; the message names it.
+        UnsupportedModel: a layer whose cache holds something else (compressed or indexed keys); the message names it.
     """
-    plan: list[int | type[DummyLayer] | None] = []
-    for index, layer in enumerate(DynamicCache(config=config).layers):
-        if type(layer) is DynamicLayer:
+    plan: list[Window] = []
+    layers: list[Any] = list(DynamicCache(config=config).layers)
+    for index, layer in enumerate(layers):
+        if _is_known(layer, DynamicSlidingWindowLayer):
+            window = layer.sliding_window
+            plan.append(Chunk(window) if _kind(config, index) == "chunked_attention" else window)
+        elif _is_known(layer, DynamicLayer):
             plan.append(None)
-        elif type(layer) is DynamicSlidingWindowLayer and _kind(config, index) != "chunked_attention":
-            plan.append(layer.sliding_window)
-        elif isinstance(layer, DummyLayer):
+        elif isinstance(layer, DummyLayer) or type(layer) is LinearAttentionLayer:
             plan.append(DummyLayer)
         else:
             raise UnsupportedModel(
                 f"layer {index} of {config.model_type!r} ({_kind(config, index)}, {type(layer).__name__}) cannot be "
-                f"rolled back after a tree of guesses; models of full or sliding-window attention are supported"
+                f"rolled back after a guess; layers of full, sliding-window or linear attention are supported"
             )
     return plan
+
+
+def _is_known(layer: Any, keys: type) -> bool:
+    """Whether a layer keeps exactly this kind of keys, with or without recurrent state beside them."""
+    if type(layer) is keys:
+        return True
+    return type(layer) in _HYBRIDS and isinstance(layer, keys)
+
+
+def layer_states(config: Any) -> list[int]:
+    """How many recurrent or convolution states each layer carries from token to token; 0 for attention alone."""
+    layers = DynamicCache(config=config).layers
+    return [getattr(layer, "number_of_states", 0) for layer in layers]
 
 
 def _kind(config: Any, index: int) -> str:
@@ -141,7 +172,7 @@ def _kind(config: Any, index: int) -> str:
     return kinds[index] if kinds else "attention"
 
 
-def mask_kinds(config: Any, windows: list[int | type[DummyLayer] | None]) -> dict[str | None, int | None]:
+def mask_kinds(config: Any, windows: list[Window]) -> dict[str | None, int | None]:
     """The masks that `forward` wants: layer type to window; the single key None when one mask serves all layers."""
     real = [w for w in windows if not isinstance(w, type)]
     if len(set(real)) <= 1:

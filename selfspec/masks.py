@@ -11,7 +11,7 @@ from torch import Tensor
 
 from selfspec.cache import Slots
 from selfspec.errors import UnsupportedModel
-from selfspec.hf import MASKED_ATTENTION
+from selfspec.hf import MASKED_ATTENTION, Chunk
 from selfspec.tree import TreeShape
 
 
@@ -37,8 +37,9 @@ def visible(shape: TreeShape, slots: Slots, window: int | None) -> Tensor:
     seen = shape.ancestors.expand(batch, -1, -1).gather(2, node) & inside
     if window is None:
         return seen | (behind < 0).unsqueeze(1)
-    place = torch.where(behind < 0, behind, depth.gather(1, behind.clamp(0, nodes - 1))).unsqueeze(1)
-    return (seen | (behind < 0).unsqueeze(1)) & (depth.unsqueeze(2) - place < window)
+    place = torch.where(behind < 0, behind, depth.gather(1, behind.clamp(0, nodes - 1)))
+    reach = _reaches(lengths.unsqueeze(2) + depth.unsqueeze(2), (lengths + place).unsqueeze(1), window)
+    return (seen | (behind < 0).unsqueeze(1)) & reach
 
 
 def _visible_uniform(shape: TreeShape, length: int, first: int, end: int, window: int | None) -> Tensor:
@@ -46,9 +47,9 @@ def _visible_uniform(shape: TreeShape, length: int, first: int, end: int, window
     mask = torch.ones(1, nodes, end - first, dtype=torch.bool, device=shape.parents.device)
     mask[:, :, length - first :] = shape.ancestors
     if window is not None:
-        committed = torch.arange(first - length, 0, device=mask.device)
-        place = torch.cat([committed, shape.depth[0]])
-        mask &= shape.depth[0].unsqueeze(1) - place < window
+        committed = torch.arange(first, length, device=mask.device)
+        nodes_at = length + shape.depth[0]
+        mask &= _reaches(nodes_at.unsqueeze(1), torch.cat([committed, nodes_at]), window)
     return mask
 
 
@@ -63,7 +64,17 @@ def visible_again(count: int, slots: Slots, window: int | None) -> Tensor:
     there = ((behind < -count) | ((behind >= 0) & (behind < count))).unsqueeze(1)
     line = torch.arange(count, device=slots.device).unsqueeze(-1)
     seen = there & (place <= line)
-    return seen if window is None else seen & (line - place < window)
+    if window is None:
+        return seen
+    start = slots.lengths_tensor().view(-1, 1, 1) - count
+    return seen & _reaches(start + line, start + place, window)
+
+
+def _reaches(query: Tensor, key: Tensor, window: int) -> Tensor:
+    """Whether a window allows a token at one position to see a token at another, earlier one."""
+    if isinstance(window, Chunk):
+        return query // window == key // window
+    return query - key < window
 
 
 def continuing(tokens: int, slots: Slots, window: int | None) -> Tensor:
@@ -72,7 +83,7 @@ def continuing(tokens: int, slots: Slots, window: int | None) -> Tensor:
     place = slots.index(tokens).unsqueeze(-1)
     slot = torch.arange(first, end, device=place.device)
     seen = slot <= place
-    return seen if window is None else seen & (place - slot < window)
+    return seen if window is None else seen & _reaches(place, slot, window)
 
 
 def as_attention_mask(seen: Tensor, attention: str, dtype: torch.dtype) -> Tensor:

@@ -21,13 +21,14 @@ from selfspec import hf
 from selfspec.cache import SlotCache, Slots
 from selfspec.draft import Needs
 from selfspec.draft_pass import DraftPasses, resume
-from selfspec.errors import UnsupportedModel
+from selfspec.errors import UnsupportedGeneration, UnsupportedModel
 from selfspec.masks import as_attention_mask, continuing, tree_positions, visible, visible_again
 from selfspec.output_head import FewRowsHead
 from selfspec.tree import Computed, DraftTree, TreeShape
 
 _PROBE = (8, 64)
 _ADDS_BIAS_FROM_A_2D_MASK = {"bloom", "mpt"}
+_STARTS_FROM_NOTHING = {"mamba", "falcon_mamba", "jamba", "zamba"}
 
 
 @dataclass
@@ -61,7 +62,9 @@ class Target:
     """A decoder-only transformers model, unchanged, with what drafting and verifying need of it.
 
     Args:
-        model: any model with a causal language-model head whose attention is full or sliding-window.
+        model: any model with a causal language-model head whose layers can be rolled back.
+
+    `chain_only` says why the model can follow nothing wider than a chain of guesses of one row; None when it can.
 
     Raises:
         UnsupportedModel: the model has a part that cannot be served exactly; the message names it.
@@ -73,7 +76,10 @@ class Target:
         self.config = hf.config_of(model)
         self._refuse_unsupported()
         self.windows = hf.layer_windows(self.config)
-        self.mask_kinds = hf.mask_kinds(self.config, self.windows)
+        self.states = hf.layer_states(self.config)
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self.chain_only = self._why_chain_only()
+        self.mask_kinds = {} if self.chain_only else hf.mask_kinds(self.config, self.windows)
         self._trims_logits = hf.supports_logits_to_keep(model)
         self._handles: list[Any] = [hf.decoder_of(model).register_forward_hook(self._catch_hidden)]
         self._tapped: set[int] = set()
@@ -89,13 +95,16 @@ class Target:
             raise UnsupportedModel(f"{name} has no language-model head; load it with AutoModelForCausalLM")
         if hf.decoder_of(self.model) is self.model:
             raise UnsupportedModel(f"{name} keeps no decoder apart from its head, so its hidden states cannot be read")
-        if config.model_type in _ADDS_BIAS_FROM_A_2D_MASK or getattr(config, "alibi", False):
-            raise UnsupportedModel(f"{name} derives ALiBi from a 2-D mask, which a tree of guesses does not have")
-        if "local" in (getattr(config, "attention_layers", None) or ()):
-            raise UnsupportedModel(f"{name} has local attention with a causal mask of its own, which no tree fits")
+        if config.model_type in _STARTS_FROM_NOTHING:
+            raise UnsupportedModel(
+                f"{name}: transformers' scan of Mamba-1 starts from an empty state whenever it reads several tokens, "
+                "so guesses cannot be checked behind a text; Mamba-2 models are supported"
+            )
+        if hasattr(hf.decoder_of(self.model), "_setup_cache"):
+            raise UnsupportedModel(f"{name} keeps its recurrent state on its modules, where it cannot be rolled back")
+        if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+            raise UnsupportedModel(f"{name} has bidirectional attention: later tokens change what earlier ones see")
         takes = inspect.signature(self.model.forward).parameters
-        if "position_ids" not in takes:
-            raise UnsupportedModel(f"{name}.forward takes no position_ids, so nodes of a tree cannot be placed")
         if "cache" not in takes:
             raise UnsupportedModel(f"{name}.forward takes no cache, so it reads the whole text at every step")
         if self.attention not in hf.MASKED_ATTENTION:
@@ -103,6 +112,18 @@ class Target:
                 f"attention back end {self.attention!r} takes no tree mask; load the model with "
                 f"attn_implementation='sdpa' (supported: {', '.join(hf.MASKED_ATTENTION)})"
             )
+
+    def _why_chain_only(self) -> str | None:
+        name, config = type(self.model).__name__, self.config
+        if any(self.states):
+            return f"{name} has layers with recurrent state, which follows one line of text"
+        if config.model_type in _ADDS_BIAS_FROM_A_2D_MASK or getattr(config, "alibi", False):
+            return f"{name} derives ALiBi from places in the cache, which are no positions in a tree"
+        if "local" in (getattr(config, "attention_layers", None) or ()):
+            return f"{name} has local attention with a causal mask of its own"
+        if not self._takes_positions:
+            return f"{name}.forward takes no position_ids, so nodes of a tree cannot be placed"
+        return None
 
     # What the model is
 
@@ -220,7 +241,9 @@ class Target:
 
     def new_cache(self, batch: int, capacity: int) -> SlotCache:
         """An empty cache for `batch` rows with `capacity` slots allocated ahead."""
-        return SlotCache(self.windows, batch, capacity, self.device)
+        if batch > 1 and self.chain_only:
+            raise UnsupportedGeneration(f"{batch} rows at once: {self.chain_only}; give one prompt at a time")
+        return SlotCache(self.windows, batch, capacity, self.device, self.states)
 
     def prefill(
         self,
@@ -259,7 +282,8 @@ class Target:
         if max(cache.lengths):
             slots = cache.slots
             positions = slots.index(tokens.shape[1])
-            mask = self._masks(lambda window: continuing(tokens.shape[1], slots, window))
+            if not self.chain_only:  # their own causal masks are right for one row
+                mask = self._masks(lambda window: continuing(tokens.shape[1], slots, window))
         last: int | Tensor = 1
         if min(counts) != tokens.shape[1]:
             last = (torch.tensor(counts, device=tokens.device).unsqueeze(1) - 1).clamp_min(0)
@@ -285,6 +309,8 @@ class Target:
             written: how many nodes earlier passes over the same tree have read since the last commit; this pass reads
                 the others, and its output is about them.
         """
+        if self.chain_only:
+            return self._verify_chain(tree, cache, needs)
         slots = cache.slots
         mask: Tensor | dict[str, Tensor] | None = None
         if tree.nodes > 1 or not slots.uniform:
@@ -318,6 +344,8 @@ class Target:
     @property
     def passes(self) -> DraftPasses:
         """Cheap passes of this model, for drafts; the first use wraps parts of it, `release` unwraps them."""
+        if self.chain_only:
+            raise UnsupportedModel(f"drafts made of the target's own layers need trees: {self.chain_only}")
         if self._passes is None:
             self._passes = DraftPasses(self)
         return self._passes
@@ -325,6 +353,21 @@ class Target:
     def head(self, hidden: Tensor) -> Tensor:
         """Last hidden states `[..., D]` to the model's own logits `[..., V]`."""
         return self.finish_logits(self._output_head()(hidden))
+
+    def _verify_chain(self, tree: DraftTree, cache: SlotCache, needs: Needs) -> TargetOutput:
+        """The same for a chain of one row, under the model's own causal mask."""
+        if not tree.shape.is_chain:
+            raise UnsupportedGeneration(f"a tree of guesses: {self.chain_only}; cut it with DraftTree.trunk()")
+        tokens = tree.tokens
+        if cache.record is not None:
+            pending = torch.tensor([cache.record.pending], dtype=torch.long, device=tokens.device)
+            cache.record.start(tree.token_lists[0])
+            tokens = torch.cat([pending, tokens], 1)
+        first = cache.slots.lengths[0]
+        positions = torch.arange(first, first + tokens.shape[1], device=tokens.device).unsqueeze(0)
+        output = self._forward(tokens, cache, None, positions, tree.nodes, needs)
+        hidden = None if output.hidden is None else output.hidden[:, -tree.nodes :]
+        return TargetOutput(output.logits, hidden, tuple(layer[:, -tree.nodes :] for layer in output.layers))
 
     def _last_hidden(self, tokens: Tensor, **kwargs: Any) -> Tensor:
         output = hf.decoder_of(self.model)(input_ids=tokens, return_dict=True, **kwargs)
@@ -341,8 +384,10 @@ class Target:
             head = FewRowsHead(weight, getattr(self._output_head(), "bias", None))
             probe = torch.zeros(1, 1, dtype=torch.long)
             wanted = self.model(input_ids=probe, use_cache=False).logits
-            found = self.finish_logits(head(self._last_hidden(probe, use_cache=False)))
-            head.trusted = torch.allclose(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+            hidden = self._last_hidden(probe, use_cache=False)
+            if hidden.shape[-1] == weight.shape[-1]:  # some models have a layer between the two
+                found = self.finish_logits(head(hidden))
+                head.trusted = torch.allclose(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
             self._few_rows = head
         return self._few_rows if self._few_rows.trusted else None
 
@@ -377,20 +422,21 @@ class Target:
         embeds: Tensor | None = None,
     ) -> TargetOutput:
         given = {"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}
-        trim = {"logits_to_keep": last} if self._trims_logits else {}
+        options: dict[str, Any] = {"logits_to_keep": last} if self._trims_logits else {}
+        if self._takes_positions:
+            options["position_ids"] = positions
         with self._tap(needs) as tap:
             output = self.model(
                 **given,
                 attention_mask=mask,
-                position_ids=positions,
                 cache=cache,
                 use_cache=True,
                 return_dict=True,
-                **trim,
+                **options,
             )
         logits = output.logits
         if not self._trims_logits and not (isinstance(last, int) and last == 0):
-            where = slice(-1, None) if isinstance(last, int) else last.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
+            where = slice(-last, None) if isinstance(last, int) else last.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
             logits = logits[:, where] if isinstance(where, slice) else logits.gather(1, where)
         return TargetOutput(logits, tap.hidden, tuple(tap.layers[k] for k in needs.layers))
 

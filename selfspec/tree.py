@@ -122,6 +122,13 @@ class Drawn:
             return replace(self, probs=self.probs[:, index], drawn=flags)
         return replace(self, drawn=flags, sources=self.sources[:, index])
 
+    def along(self, rows: Tensor, nodes: Tensor) -> Drawn:
+        """The record of one line of nodes per row: `[B, 1]` row numbers and `[B, A]` nodes."""
+        flags = None if self.drawn is None else self.drawn[rows, nodes]
+        if self.sources is None:
+            return replace(self, probs=self.probs[rows, nodes], drawn=flags)
+        return replace(self, drawn=flags, sources=self.sources[rows, nodes])
+
 
 @dataclass(frozen=True, eq=False)
 class Computed:
@@ -185,6 +192,35 @@ class DraftTree:
     def root_only(root: Tensor) -> DraftTree:
         """No guesses at all: plain decoding of one token. `root` is `[B]`."""
         return DraftTree(root.unsqueeze(1), TreeShape.chain(0, root.device))
+
+    def trunk(self) -> DraftTree:
+        """The first child of each node from the root down, as one chain; for targets that cannot follow a tree.
+
+        Which child comes first does not depend on what the target will say, so nothing is favoured: a first drawn
+        child is a draw from its distribution, with or without elder siblings.
+        """
+        if self.shape.is_chain:
+            return self
+        lines = [self._first_line(row) for row in range(self.tokens.shape[0])]
+        longest = max(map(len, lines))
+        device = self.tokens.device
+        nodes = torch.tensor([line + [0] * (longest - len(line)) for line in lines], device=device)
+        real = torch.tensor([[place < len(line) for place in range(longest)] for line in lines], device=device)
+        rows = torch.arange(len(lines), device=device).unsqueeze(1)
+        drawn = None if self.drawn is None else self.drawn.along(rows, nodes)
+        parents = TreeShape.chain(longest - 1, device).parents
+        return DraftTree(self.tokens[rows, nodes], TreeShape(parents, None if bool(real.all()) else real), drawn)
+
+    def _first_line(self, row: int) -> list[int]:
+        parents = self.parents[row if self.parents.shape[0] > 1 else 0].tolist()
+        real = self.real()[row].tolist()
+        line = [0]
+        for node in range(1, self.nodes):
+            if parents[node] == line[-1]:
+                if not real[node]:  # a younger sibling would not be a draw from q alone
+                    break
+                line.append(node)
+        return line
 
     def limit_depth(self, depth: int) -> DraftTree:
         """The tree without the nodes deeper than `depth` in every row."""

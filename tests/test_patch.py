@@ -148,24 +148,6 @@ def _small(kind: str, **options: Any) -> PreTrainedModel:
 STATEFUL = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        ("mamba2", {"num_hidden_layers": 2, "state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1}, "Mamba2"),
-        ("lfm2", {**STATEFUL, "layer_types": ["conv", "full_attention"]}, "lfm2.*conv"),
-        ("falcon_h1", {**STATEFUL, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}, "falcon_h1.*hybrid"),
-        ("bloom", {"n_layer": 2, "n_head": 4}, "Bloom.*ALiBi"),
-        ("gpt_neo", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}, "GPTNeo.*local"),
-        ("openai-gpt", {"n_embd": 32, "n_layer": 2, "n_head": 4}, "OpenAIGPT.*no cache"),
-    ],
-)
-def test_models_that_cannot_follow_a_tree_are_refused_by_name(kind: str, options: dict[str, Any], message: str) -> None:
-    own = _small(kind, **options)
-    with pytest.raises(UnsupportedModel, match=message):
-        selfspec.patch(own, "lookup")
-    assert "generate" not in vars(own)
-
-
 @pytest.mark.parametrize("new", [8, 30])
 def test_text_that_crosses_the_switch_of_longrope_equals_plain_decoding(new: int, prompt: Tensor) -> None:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
