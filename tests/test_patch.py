@@ -58,7 +58,7 @@ def test_unpatch_leaves_the_model_as_it_was(kind: str, prompt: Tensor) -> None:
 
 def test_a_model_without_a_decoder_of_its_own_is_refused() -> None:
     """transformers then calls the whole model its base: its logits would be taken for hidden states."""
-    whole = tiny.model("llama")
+    whole = tiny.model("gpt_neox")
     whole.base_model_prefix = "nothing"
     with pytest.raises(UnsupportedModel, match="no decoder apart"):
         selfspec.patch(whole, "lookup")
