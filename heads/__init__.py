@@ -14,5 +14,6 @@ from selfspec.heads import layer_skip as layer_skip
 from selfspec.heads import lookup as lookup
 from selfspec.heads import low_rank as low_rank
 from selfspec.heads import medusa as medusa
+from selfspec.heads import mtp as mtp
 from selfspec.heads import spec_infer as spec_infer
 from selfspec.heads import swift as swift

@@ -5,13 +5,14 @@ Supported range: transformers >= 5.24, < 5.40 (`forward` takes `cache=`; `Cache`
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, modeling_layers
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -58,9 +59,11 @@ __all__ = [
     "mask_kinds",
     "matrix_of",
     "mlp_of",
+    "mtp_layer",
     "ranks_share_weights",
     "refill",
     "rope_switch",
+    "rotary_of",
     "rows_of",
     "sample_plainly",
     "supports_logits_to_keep",
@@ -296,3 +299,58 @@ def refill(cache: DynamicCache, config: Any, layers: list[tuple[Tensor, Tensor] 
 def sample_plainly(model: Any, *args: Any, **kwargs: Any) -> Any:
     """transformers' own greedy and sampling loop, on arguments that `generate` has prepared."""
     return GenerationMixin._sample(model, *args, **kwargs)
+
+
+class MtpModel(modeling_layers.MtpModel):  # the name decides which key conversions apply
+    """transformers' MTP layers, found in checkpoints of any number of layers.
+
+    Its own patterns name the layer numbers of the published sizes only.
+    """
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """No: conversions of transformers' own class apply."""
+        return False
+
+    @staticmethod
+    def get_mtp_weights_regex(main_model: PreTrainedModel) -> re.Pattern[str]:
+        """Names of layers behind the last one of the model, or under `mtp`."""
+        config = config_of(main_model)
+        behind = "|".join(str(config.num_hidden_layers + k) for k in range(config.num_mtp_layers))
+        return re.compile(rf"(^|\.)layers\.({behind})\.|(^|\.)mtp\.")
+
+
+def mtp_layer(model: PreTrainedModel, load: bool) -> nn.Module:
+    """The first multi-token-prediction layer of a model: `enorm`, `hnorm`, `eh_proj`, `mtp_block`, `post_norm`.
+
+    Args:
+        model: the target; it is not changed.
+        load: read the weights from the model's checkpoint, else leave them as they are made.
+
+    Raises:
+        UnsupportedModel: the configuration names no such layers, they are of a kind that cannot be rolled back, or the
+            checkpoint lacks their tensors.
+    """
+    config, name = config_of(model), type(model).__name__
+    if not getattr(config, "num_mtp_layers", None):
+        raise UnsupportedModel(
+            f"{name} has no multi-token-prediction layers that transformers knows; train other heads"
+        )
+    try:
+        mtp_config = model.config.get_mtp_config()
+        if any(window is not None for window in layer_windows(mtp_config)):
+            raise UnsupportedModel(f"the multi-token-prediction layers of {name} do not attend to the whole text")
+        built = MtpModel.from_pretrained(model) if load else MtpModel(model, config.num_mtp_layers)
+    except (ValueError, RuntimeError, OSError) as error:
+        if isinstance(error, UnsupportedModel):
+            raise
+        raise UnsupportedModel(f"the multi-token-prediction layers of {name} cannot be used: {error}") from error
+    layer: nn.Module = built.layers[0]
+    if built.has_per_layer_rope or not getattr(layer, "use_post_norm", False) or built.use_shared_post_norm:
+        raise UnsupportedModel(f"multi-token-prediction layers of the kind {name} has are not supported")
+    return layer
+
+
+def rotary_of(model: PreTrainedModel, x: Tensor, positions: Tensor) -> Any:
+    """What the model's layers take as `position_embeddings`."""
+    return model.get_decoder().rotary_emb(x, position_ids=positions)

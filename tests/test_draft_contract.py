@@ -158,7 +158,8 @@ def assert_same_tree(one: DraftTree, other: DraftTree) -> None:
 
 
 def test_every_method_has_a_row() -> None:
-    assert [row.kind for row in ROWS] == registry.kinds()
+    elsewhere = ["mtp"]  # on targets that have such layers: test_heads_mtp.py
+    assert sorted([row.kind for row in ROWS] + elsewhere) == registry.kinds()
 
 
 @each
