@@ -68,6 +68,8 @@ def decode_rounds(target: Target, head: Any, run: dict[str, Any]) -> tuple[list[
         return trees[-1]
 
     def observed(state: Any, verified: Any) -> Any:
+        if not trees:  # `begin` of some heads reads the prompt through it
+            return observe(state, verified)
         tree = trees[-1]
         rounds.append(Round(tree.tokens[0].tolist(), tree.shape.depth[0].tolist(), int(verified.counts[0]) - 1))
         return observe(state, verified)

@@ -38,16 +38,45 @@ def replay(target: Target, head: Any, run: dict[str, Any]) -> None:
     golden.assert_rounds_equal(rounds, run)
 
 
+FAULTS = {
+    "layers counted as outputs": ("eagle3-theta", {"target_layers": [1, 3, 4]}),
+    "the target's rotary base": ("eagle3-theta", {"rope_theta": 500000.0}),
+    "a residual from the normed state": ("eagle3", {"norm_before_residual": True}),
+    "the normed state fed back": ("eagle3", {"norm_output": True}),
+    "target_layer_ids without one more": ("dflash", {"taps": [1, 4]}),
+    "a causal block": ("dflash", {"causal": True}),
+    "the state below the last one": ("hydra-mlp", {"hidden_state_offset": 1}),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "fault"), FAULTS.values(), ids=FAULTS)
+def test_the_vectors_catch_a_wrong_import(name: str, fault: dict[str, Any], tmp_path: Path) -> None:
+    run = golden.notes(name)["runs"][0]
+    lengths = [length - 1 for length in run.get("acceptance_lengths_plus_bonus", [])]
+    size = run.get("args", {"total_token": run.get("block_size", 2), "depth": 7, "top_k": 1})
+    settings: dict[str, Any] = {"tree_nodes": size["total_token"], "tree_top_k": size["top_k"]}
+    settings |= {} if name == "dflash" else {"tree_depth": size["depth"] + 1}
+    settings |= {"choices": golden.notes(name)["tree_choices"]} if name.startswith("hydra") else {}
+
+    def accepted(head: Any) -> list[int]:
+        return [one.accepted for one in golden.decode_rounds(head.target, head, run)[0]]
+
+    wanted = lengths or run["accept_length_per_round"]
+    assert accepted(imported(name, tmp_path / "right", **settings)[1]) == wanted
+    assert accepted(imported(name, tmp_path / "wrong", **settings, **fault)[1]) != wanted
+
+
 def greedy_runs(name: str) -> list[Any]:
     """The peer's greedy runs; one that stands for the folder where it is missing, so that the skip is seen.
 
-    One prompt of three by default; the others take long.
+    One by default; the others take long.
     """
     path = golden.ROOT / name / "golden.json"
     if not path.is_file():
         return [{"tag": "missing"}]
     runs = [run for run in json.loads(path.read_text())["runs"] if run["tag"].startswith("greedy")]
-    return [run if number % 3 == 0 else pytest.param(run, marks=pytest.mark.nightly) for number, run in enumerate(runs)]
+    return [runs[-1], *(pytest.param(run, marks=pytest.mark.nightly) for run in runs[:-1])]
 
 
 def tag(run: dict[str, Any]) -> str:
@@ -165,7 +194,10 @@ def test_dflash_runs(run: dict[str, Any], tmp_path: Path) -> None:
     assert ids == run["output_ids"] and [one.accepted for one in rounds] == lengths
 
 
-@pytest.mark.parametrize("name", ARCHS)
+HYDRA = [pytest.param(name, marks=[pytest.mark.nightly] if name != ARCHS[1] else []) for name in ARCHS]
+
+
+@pytest.mark.parametrize("name", HYDRA)
 def test_hydra_states_logits_and_runs(name: str, tmp_path: Path) -> None:
     _, head = imported(name, tmp_path, choices=golden.notes(name)["tree_choices"])
     compare_forward(head, name)

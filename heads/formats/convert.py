@@ -274,7 +274,9 @@ def describe(folder: Path) -> dict[str, Any]:
     files = {entry.file for entry in source.entries.values()}
     figures: dict[str, Any] = {
         "format": known.name,
-        "parameters": sum(_size(entry.shape) for entry in source.entries.values() if "int" not in entry.dtype.lower()),
+        "parameters": sum(
+            _size(one.shape) for one in source.entries.values() if one.dtype.lower().startswith(("f", "bf"))
+        ),
         "dtype": ", ".join(sorted({entry.dtype for entry in source.entries.values()})),
         "bytes": sum(file.stat().st_size for file in files),
     }
