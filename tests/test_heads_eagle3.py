@@ -17,6 +17,7 @@ from selfspec.draft import Budget, Sampling, Verified
 from selfspec.errors import ConfigError
 from selfspec.heads import autoregressive, eagle3
 from selfspec.heads.eagle3 import Eagle3, Eagle3Config
+from selfspec.heads.losses import Teacher, forward_kl, lk_alpha, taught_places, teach, total_variation
 from selfspec.target import Target
 
 torch.set_num_threads(1)
@@ -266,3 +267,185 @@ def test_safeai_decoding_catches_layers_read_one_lower() -> None:
     rounds, _ = golden.decode_rounds(head.target, head, run)
     with pytest.raises(AssertionError):
         assert_rounds_equal(rounds, run)
+
+
+# SpecForge and speculators: one training batch
+
+
+def named_like(head: Eagle3, key: str) -> torch.nn.Parameter:
+    ours = key.removeprefix("train.grad.").replace("midlayer.", "layers.0.").replace("lm_head.weight", "output.rows")
+    return head.get_parameter(ours)
+
+
+def compare_gradients(head: Eagle3, vectors: dict[str, Tensor], factor: float) -> None:
+    """Every recorded gradient, ours times `factor`."""
+    keys = [key for key in vectors if key.startswith("train.grad.")]
+    assert len(keys) > 10
+    for key in keys:
+        grad = named_like(head, key).grad
+        assert grad is not None
+        assert_near(grad * factor, vectors[key])
+
+
+def specforge_batch(head: Eagle3, vectors: dict[str, Tensor]) -> tuple[Verified, Tensor, Tensor]:
+    """The batch as our heads read it, the places whose teacher counts, and those that count for accuracy.
+
+    SpecForge's row i has the mask of its own place; ours names the place that teaches, one later. It leaves out places
+    whose teacher's first choice lies outside the draft vocabulary.
+    """
+    ids, mask = vectors["train.row_ids"], vectors["train.loss_mask"].squeeze(-1).bool()
+    out = head.target.features(ids, vectors["train.attention_mask"], head.needs)
+    assert out.hidden is not None
+    following = torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], 1)
+    verified = Verified(ids, following, torch.full((3,), 64), out.hidden, out.layers)
+    first = head.target.model.lm_head(out.hidden).argmax(-1)
+    known = torch.isin(first, head.output.vocab.ids)
+    later = torch.cat([torch.zeros_like(mask[:, :1]), mask[:, :-1]], 1)
+    return verified, later & known, later
+
+
+def compare_specforge(head: Eagle3) -> None:
+    vectors = golden.tensors("specforge-eagle3")
+    verified, mask, _ = specforge_batch(head, vectors)
+    assert_near(torch.cat(verified.layers, -1)[:1], vectors["train.hidden_states"][:1])
+    for step, guesses in enumerate(head._passes(verified)):
+        if f"train.step{step}.hidden" in vectors:  # their row i of step k is our place i + k
+            places = guesses[:1, step:-1]
+            assert_near(places, vectors[f"train.step{step}.hidden"][:, : places.shape[1]])
+            said = head.output(head._readout(places))
+            assert_near(said, vectors[f"train.step{step}.logits"][:, : places.shape[1]])
+    items = torch.tensor(3 * 64)  # masked places count in SpecForge's denominator
+    previous = torch.zeros(())
+    for step, wanted in enumerate(vectors["train.plosses"]):
+        head.config.steps, head.config.step_decay = step + 1, 1.0
+        total = head.loss(verified, mask, items).loss
+        assert_near((total - previous).detach(), wanted)
+        previous = total.detach()
+
+
+def test_specforge_training() -> None:
+    head = peer("specforge-eagle3")
+    compare_specforge(head)
+
+
+def test_specforge_gradients() -> None:
+    """The recorded gradients are those of the sum over steps of 0.8^k loss_k, divided by the 7 steps."""
+    head, vectors = peer("specforge-eagle3"), golden.tensors("specforge-eagle3")
+    verified, mask, _ = specforge_batch(head, vectors)
+    result = head.loss(verified, mask, torch.tensor(3 * 64))
+    assert_near(result.loss.detach() / 7, vectors["train.total_loss_0.8decay_mean"])
+    result.loss.backward()
+    compare_gradients(head, vectors, 1 / 7)
+
+
+def test_specforge_lk_losses() -> None:
+    """SpecForge compares q with the teacher over all tokens, not renormalised on the draft vocabulary."""
+    head, vectors = peer("specforge-eagle3"), golden.tensors("specforge-eagle3")
+    verified, mask, _ = specforge_batch(head, vectors)
+    assert verified.hidden is not None
+    row, column = taught_places(verified, mask)
+    log_p = head.target.model.lm_head(verified.hidden[row, column]).log_softmax(-1)[:, head.output.vocab.ids]
+    restricted = teach(head.output, verified.hidden[row, column])
+    whole = Teacher(log_p, restricted.first)
+    for step, guesses in enumerate(head._passes(verified)):
+        logits, real = head.output(head._readout(guesses[row, column - 1])), (column > step).float()
+        accepted = ((1 - total_variation(logits, whole)) * real).sum() / real.sum()
+        assert_near(accepted, vectors["train.acceptance_rates"][step])
+        if step < 3:
+            alpha = (lk_alpha(logits, whole) * real).sum() / real.sum()
+            assert_near(alpha, vectors["train.lk_alpha.plosses"][step])
+            weight = torch.exp(-accepted)  # their scale and decay are 1
+            blend = weight * vectors["train.plosses"][step] + (1 - weight) * (1 - accepted)
+            assert_near(blend, vectors["train.lk_lambda.plosses"][step])
+
+
+SPECULATORS = [name for name in PEERS if name.startswith("speculators")]
+
+
+def compare_speculators(head: Eagle3, name: str) -> None:
+    """States, logits, losses of each step, and gradients.
+
+    Two rows packed as two documents are two rows of ours; positions there start at 1, ours at 0, which rotary
+    attention cannot see. Each step's loss is divided by the number of its own masked places.
+    """
+    vectors = golden.tensors(name)
+    ids = vectors["train.row_ids"]
+    out = head.target.features(ids, None, head.needs)
+    following = torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], 1)
+    verified = Verified(ids, following, torch.tensor([64, 64]), out.hidden, out.layers)
+    assert_near(torch.cat(out.layers, -1)[:, :63].flatten(0, 1), vectors["train.hidden_states"][0])
+    for step, guesses in enumerate(head._passes(verified)):
+        if f"train.step{step}.hidden_prenorm" in vectors:
+            places = guesses[1:, step:63]
+            assert_near(places, vectors[f"train.step{step}.hidden_prenorm"][:, : 63 - step])
+            said = head.output(head._readout(places))
+            assert_near(said, vectors[f"train.step{step}.logits"][:, : 63 - step])
+    packed = vectors["train.loss_mask"].bool().reshape(2, 63)
+    mask = torch.cat([torch.zeros(2, 1, dtype=torch.bool), packed], 1)
+    row, column = taught_places(verified, mask)
+    assert out.hidden is not None
+    teacher = teach(head.output, out.hidden[row, column])
+    total = torch.zeros(())
+    for step, guesses in enumerate(head._passes(verified)):
+        logits, real = head.output(head._readout(guesses[row, column - 1])), (column > step).float()
+        loss = 0.8**step * (forward_kl(logits, teacher) * real).sum() / (real.sum() + 1e-5)
+        assert_near(loss.detach(), vectors[f"train.metric.loss_{step}_sum"])
+        right = ((logits.argmax(-1) == teacher.first) * real).sum()
+        assert step or right == vectors["train.metric.full_acc_0_sum"]
+        total = total + loss
+    assert_near(total.detach(), vectors["train.loss"])
+    total.backward()
+    compare_gradients(head, vectors, 1.0)
+
+
+@pytest.mark.parametrize("name", SPECULATORS)
+def test_speculators_training(name: str) -> None:
+    compare_speculators(peer(name), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("speculators-eagle3-nbr", {"norm_before_residual": False}),
+        ("speculators-eagle3-normout", {"norm_output": False}),
+        ("speculators-eagle3-headdim", {"rope_theta": 500000.0}),
+    ],
+    ids=str,
+)
+def test_speculators_vectors_catch_switches(name: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError):
+        compare_speculators(peer(name, **fields), name)
+
+
+def test_speculators_vectors_catch_a_head_dim_derived_from_the_width() -> None:
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        peer("speculators-eagle3-headdim", head_dim=16)
+
+
+def test_speculators_vectors_catch_a_teacher_normed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = peer("speculators-eagle3")
+    norm, taught = head.target.model.model.norm, head.output.teach
+    monkeypatch.setattr(head.output, "teach", lambda hidden: taught(norm(hidden)))
+    with pytest.raises(AssertionError):
+        compare_speculators(head, "speculators-eagle3")
+
+
+def test_specforge_vectors_catch_a_loss_averaged_over_the_mask() -> None:
+    head, vectors = peer("specforge-eagle3", steps=1), golden.tensors("specforge-eagle3")
+    verified, mask, _ = specforge_batch(head, vectors)
+    with pytest.raises(AssertionError):
+        assert_near(head.loss(verified, mask).loss.detach(), vectors["train.plosses"][0])
+
+
+def test_specforge_vectors_catch_positions_that_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step at the positions of the first: a guess s steps below its root stands s places too early."""
+    head, calls = peer("specforge-eagle3"), []
+    run = head._run
+
+    def still(features: Tensor, tokens: Tensor, positions: Tensor, *rest: Any) -> Tensor:
+        calls.append(1)
+        return run(features, tokens, positions - (len(calls) - 1) % 7, *rest)
+
+    monkeypatch.setattr(head, "_run", still)
+    with pytest.raises(AssertionError):
+        compare_specforge(head)
