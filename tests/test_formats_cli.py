@@ -57,7 +57,7 @@ def heads(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_export_then_import_gives_the_same_files(run: Run, model: Path, heads: Path, tmp_path: Path) -> None:
     status, out, _ = run("export", heads, tmp_path / "there", "--format", "safeai-eagle")
-    assert status == 0 and "eagle heads, format safeai-eagle" in out
+    assert status == 0 and "eagle heads, format safeai-eagle" in out and "loaded by: SafeAILab/EAGLE" in out
     status, out, _ = run("import", tmp_path / "there", tmp_path / "back", "--target", model, "--dtype", "float32")
     assert status == 0 and "embed_tokens.weight: a copy of the embedding" in out
     assert json.loads((tmp_path / "back" / CONFIG).read_text()) == json.loads((heads / CONFIG).read_text())

@@ -85,7 +85,7 @@ def export(
         report = export_head(head, out, format, lossy=lossy, dtype=as_dtype(save_dtype) if save_dtype else None)
     finally:
         door.release()
-    typer.echo(f"{out}: {report}")
+    typer.echo(f"{out}: {report}\n  loaded by: {format_named(format).served_by}")
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:
