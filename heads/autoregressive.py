@@ -92,6 +92,17 @@ class AutoregressiveState(DraftState):
         self.cache.select(rows.tolist())
         return AutoregressiveState(self.cache, self.root[rows], self.guess[rows])
 
+    @property
+    def joins(self) -> bool:
+        """See `DraftState.joins`."""
+        return True
+
+    def join(self, other: AutoregressiveState) -> AutoregressiveState:
+        """See `DraftState.join`."""
+        self.cache.join(other.cache)
+        root, guess = torch.cat([self.root, other.root]), torch.cat([self.guess, other.guess])
+        return AutoregressiveState(self.cache, root, guess)
+
 
 class AutoregressiveHead(DraftHead):
     """Reads pairs of features and tokens, drafts along its own guesses, and is trained on them.

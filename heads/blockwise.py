@@ -50,6 +50,15 @@ class BlockwiseState(DraftState):
         """The state of some rows."""
         return BlockwiseState(self.hidden[rows], self.root[rows])
 
+    @property
+    def joins(self) -> bool:
+        """See `DraftState.joins`."""
+        return True
+
+    def join(self, other: BlockwiseState) -> BlockwiseState:
+        """See `DraftState.join`."""
+        return BlockwiseState(torch.cat([self.hidden, other.hidden]), torch.cat([self.root, other.root]))
+
 
 @register("blockwise")
 class Blockwise(DraftHead):

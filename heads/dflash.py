@@ -49,6 +49,16 @@ class BlockState(DraftState):
         self.cache.select(rows.tolist())
         return BlockState(self.cache, self.root[rows])
 
+    @property
+    def joins(self) -> bool:
+        """See `DraftState.joins`."""
+        return True
+
+    def join(self, other: BlockState) -> BlockState:
+        """See `DraftState.join`."""
+        self.cache.join(other.cache)
+        return BlockState(self.cache, torch.cat([self.root, other.root]))
+
 
 @register("dflash")
 class DFlash(DraftHead):

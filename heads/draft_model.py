@@ -103,6 +103,18 @@ class DraftModelState(DraftState):
         self.cache.select(rows.tolist())
         return DraftModelState(self.cache, self.root[rows], None if self.logits is None else self.logits[rows])
 
+    @property
+    def joins(self) -> bool:
+        """See `DraftState.joins`; a state that has stopped drafting keeps to itself, or it would stop the others."""
+        return self.logits is not None and self.cache.joins
+
+    def join(self, other: DraftModelState) -> DraftModelState:
+        """See `DraftState.join`."""
+        assert self.logits is not None and other.logits is not None
+        self.cache.join(other.cache)
+        root = torch.cat([self.root, other.root])
+        return DraftModelState(self.cache, root, torch.cat([self.logits, other.logits]))
+
 
 @register("draft-model")
 class DraftModel:

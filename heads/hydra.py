@@ -84,6 +84,17 @@ class HydraState(DraftState):
         self.cache.select(rows.tolist())
         return HydraState(self.cache, self.root[rows], self.prefix[rows])
 
+    @property
+    def joins(self) -> bool:
+        """See `DraftState.joins`."""
+        return True
+
+    def join(self, other: HydraState) -> HydraState:
+        """See `DraftState.join`."""
+        self.cache.join(other.cache)
+        root, prefix = torch.cat([self.root, other.root]), torch.cat([self.prefix, other.prefix])
+        return HydraState(self.cache, root, prefix)
+
 
 class HydraMLP(nn.Module):
     """One head: the inputs joined, then residual blocks. Starts as the identity on the prefix's vector."""

@@ -41,6 +41,17 @@ class JointState(DraftState):
             merged = replace(merged, places=[merged.places[b] for b in kept], owners=[merged.owners[b] for b in kept])
         return JointState([state.select(rows) for state in self.states], merged, self.accepted)
 
+    @property
+    def joins(self) -> bool:
+        """See `DraftState.joins`."""
+        return all(getattr(state, "joins", False) for state in self.states)
+
+    def join(self, other: JointState) -> JointState:
+        """See `DraftState.join`."""
+        states = [mine.join(theirs) for mine, theirs in zip(self.states, other.states, strict=True)]
+        accepted = [sum(counts) for counts in zip(self.accepted, other.accepted, strict=True)]
+        return JointState(states, None, accepted)
+
 
 class Joint:
     """Several drafts that propose one tree.

@@ -140,6 +140,15 @@ class LookupState(DraftState):
         """The state of some rows."""
         return LookupState([self.rows[row] for row in rows.tolist()], self.device)
 
+    @property
+    def joins(self) -> bool:
+        """See `DraftState.joins`."""
+        return True
+
+    def join(self, other: LookupState) -> LookupState:
+        """See `DraftState.join`."""
+        return LookupState([*self.rows, *other.rows], self.device)
+
 
 class _Trie:
     """Continuations merged at their common beginnings. Node 0 is the root."""

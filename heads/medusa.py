@@ -54,6 +54,15 @@ class MedusaState(DraftState):
         """The state of some rows."""
         return MedusaState(self.hidden[rows], self.root[rows])
 
+    @property
+    def joins(self) -> bool:
+        """See `DraftState.joins`."""
+        return True
+
+    def join(self, other: MedusaState) -> MedusaState:
+        """See `DraftState.join`."""
+        return MedusaState(torch.cat([self.hidden, other.hidden]), torch.cat([self.root, other.root]))
+
 
 @dataclass(frozen=True, eq=False)
 class _Layout:

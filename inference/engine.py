@@ -14,15 +14,15 @@ from torch import Tensor
 from selfspec import hf
 from selfspec.accept import Accepted, TorchChance, accept
 from selfspec.cache import SlotCache
-from selfspec.draft import Budget, Draft, Verified
+from selfspec.draft import Budget, Draft
 from selfspec.inference.kept import KeptRows
 from selfspec.inference.output import Output
-from selfspec.inference.prompt import verified_prompt
+from selfspec.inference.prompt import verified_path, verified_prompt
 from selfspec.inference.request import Request, Result
 from selfspec.inference.stopping import Stopper
 from selfspec.scoring import History, Processors, TreeScores, sampling_of
 from selfspec.stats import Stats
-from selfspec.target import Target, TargetOutput
+from selfspec.target import Target
 from selfspec.tree import DraftTree
 
 _ROOM_FOR_NODES = 64
@@ -106,7 +106,7 @@ class Generation:
             self.cache.keep([path[: len(t)] for path, t in zip(accepted.paths, accepted.tokens, strict=True)])
         with self.stats.timed("observe"):
             if going:
-                self.state = self.draft.observe(self.state, self._verified(tree, out, accepted))
+                self.state = self.draft.observe(self.state, verified_path(tree, out, accepted, self._shown_cache()))
             self._continue_with(going)
 
     def _propose(self) -> DraftTree:
@@ -148,32 +148,15 @@ class Generation:
             keep, ended = self.stopper.cut(self.history, row, tokens)
             del tokens[keep:]
             self.history.append(row, tokens)
+            drafted = min(len(accepted.paths[row]) - 1, keep)
             if count and tree is not None:
-                drafted = min(len(accepted.paths[row]) - 1, keep)
                 self.stats.count_round(real[row] - 1, depth[row], drafted, keep)
-            self.output.commit(self.rows[row], tokens, ended)
+            self.output.commit(self.rows[row], tokens, ended, drafted)
             if not ended:
                 going.append(row)
         self.output.stream()
         self.roots = [tokens[-1] for tokens in accepted.tokens]
         return going
-
-    def _verified(self, tree: DraftTree, out: TargetOutput, accepted: Accepted) -> Verified:
-        """The accepted path of each row with the hidden states the target had there."""
-        longest = max(map(len, accepted.tokens))
-        device = tree.tokens.device
-        paths = [path[: len(t)] for path, t in zip(accepted.paths, accepted.tokens, strict=True)]
-        nodes = torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=device)
-        following = torch.tensor([t + [0] * (longest - len(t)) for t in accepted.tokens], device=device)
-        counts = torch.tensor([len(t) for t in accepted.tokens], device=device)
-
-        def along(values: Tensor) -> Tensor:
-            where = nodes.to(values.device)
-            return values[torch.arange(values.shape[0], device=values.device).unsqueeze(1), where]
-
-        hidden = None if out.hidden is None else along(out.hidden)
-        layers = tuple(along(layer) for layer in out.layers)
-        return Verified(along(tree.tokens), following, counts, hidden, layers, nodes, self._shown_cache())
 
     def _continue_with(self, going: Sequence[int]) -> None:
         """Drop the rows that ended, so that they stop costing."""
@@ -194,4 +177,4 @@ class Generation:
         cache = None
         if self.kept is not None:
             cache = self.kept.whole(self.target, sequences[:, self.request.input_ids.shape[1] :])
-        return Result(sequences, self.stats, scores, logits, cache)
+        return Result(sequences, self.stats, scores, logits, cache, self.output.origins)

@@ -10,6 +10,11 @@ from selfspec.inference.request import Request
 from selfspec.scoring import TreeScores
 
 
+def origins(drafted: int, count: int) -> list[int]:
+    """Where the `count` tokens of a round came from: the draft's guess at depth 1, 2, ..., then 0 for the target."""
+    return [*range(1, drafted + 1), *[0] * (count - drafted)]
+
+
 class Output:
     """New tokens of every prompt, in the order of the prompts, whatever rows are still running."""
 
@@ -17,6 +22,7 @@ class Output:
         self.request = request
         batch = request.input_ids.shape[0]
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
+        self.origins: list[list[int]] = [[] for _ in range(batch)]
         self.ended = [False] * batch
         self._scores: list[list[Tensor]] = [[] for _ in range(batch)]
         self._logits: list[list[Tensor]] = [[] for _ in range(batch)]
@@ -32,9 +38,10 @@ class Output:
                 if scores.kept is not None:
                     self._scores[rows[row]].append(scores.kept[row, path[place]].clone())
 
-    def commit(self, prompt: int, tokens: list[int], ended: bool) -> None:
-        """Take in a row's new tokens."""
+    def commit(self, prompt: int, tokens: list[int], ended: bool, drafted: int = 0) -> None:
+        """Take in a row's new tokens, of which the first `drafted` were guessed by the draft."""
         self.tokens[prompt] += tokens
+        self.origins[prompt] += origins(drafted, len(tokens))
         self.ended[prompt] = ended
 
     def stream(self) -> None:
@@ -43,7 +50,10 @@ class Output:
             return
         running = [len(t) for t, ended in zip(self.tokens, self.ended, strict=True) if not ended]
         ready = min(running) if running else max(map(len, self.tokens))
+        told = getattr(self.request.streamer, "origin", None)
         for place in range(self._streamed, ready):
+            if told is not None:
+                told([found[place] if place < len(found) else 0 for found in self.origins])
             self.request.streamer.put(torch.tensor([self._at(tokens, place) for tokens in self.tokens]))
         self._streamed = max(ready, self._streamed)
 

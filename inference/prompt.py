@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from selfspec.accept import Accepted
 from selfspec.cache import SlotCache
 from selfspec.draft import Needs, Verified, last_of
 from selfspec.errors import UnsupportedGeneration
 from selfspec.target import TargetOutput
+from selfspec.tree import DraftTree
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,3 +120,28 @@ def verified_prompt(
     following = tokens.roll(-1, dims=1)
     following[torch.arange(len(first), device=counts.device), counts - 1] = torch.tensor(first, device=tokens.device)
     return Verified(tokens, following, counts, out.hidden, out.layers, cache=cache)
+
+
+def verified_path(tree: DraftTree, out: TargetOutput, accepted: Accepted, cache: SlotCache | None = None) -> Verified:
+    """What a draft sees at `observe`: the accepted path of each row with the hidden states the target had there.
+
+    Args:
+        tree: what was proposed.
+        out: the target's pass over it.
+        accepted: paths may be longer than the committed tokens of a row, which count.
+        cache: the target's, for drafts that need it.
+    """
+    longest = max(map(len, accepted.tokens))
+    device = tree.tokens.device
+    paths = [path[: len(t)] for path, t in zip(accepted.paths, accepted.tokens, strict=True)]
+    nodes = torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=device)
+    following = torch.tensor([t + [0] * (longest - len(t)) for t in accepted.tokens], device=device)
+    counts = torch.tensor([len(t) for t in accepted.tokens], device=device)
+
+    def along(values: Tensor) -> Tensor:
+        where = nodes.to(values.device)
+        return values[torch.arange(values.shape[0], device=values.device).unsqueeze(1), where]
+
+    hidden = None if out.hidden is None else along(out.hidden)
+    layers = tuple(along(layer) for layer in out.layers)
+    return Verified(along(tree.tokens), following, counts, hidden, layers, nodes, cache)

@@ -30,7 +30,8 @@ class Request:
         temperature: as told to drafts (the processors apply it to the target).
         pad_token_id: fills rows that ended early.
         generator: randomness; None uses torch's default generator.
-        streamer: gets every committed token once, in order, and nothing after a stop.
+        streamer: gets every committed token once, in order, and nothing after a stop. One with a method `origin` is
+            told before each token where it came from, per row: the depth of the draft's guess, 0 for the target.
         keep_scores: return the processed scores of every new token.
         keep_logits: return the raw logits of every new token.
         nodes: the most nodes per tree, the root included; None leaves it to the draft.
@@ -80,6 +81,7 @@ class Result:
         logits: likewise, raw.
         cache: if asked for, keys and values of all but the last column of `sequences` (cached columns before them),
             `[B, H, S, d]` per layer, where transformers' own loop would have them; zeros under padding.
+        origins: per row and new token, the depth at which the draft guessed it; 0 where the target gave it.
     """
 
     sequences: Tensor
@@ -87,3 +89,4 @@ class Result:
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
     cache: list[tuple[Tensor, Tensor] | None] | None = None
+    origins: list[list[int]] = field(default_factory=list)

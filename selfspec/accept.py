@@ -119,6 +119,10 @@ class NodeScores(Protocol):
         """Scores `[K, V]` float32 at the last node of each row's path (node indices, the root first)."""
 
 
+Pick = Callable[[list[int], Tensor], list[int]]
+"""Rows of the batch and their processed scores `[K, V]` float32 to one token each."""
+
+
 @dataclass(frozen=True)
 class Accepted:
     """What a round commits, on the host.
@@ -178,22 +182,39 @@ def accept(
         return _together([_walk_typical(row, children, scores, rule, chance) for row in range(batch)])
     if do_sample and tree.drawn is not None:
         return _together([_walk_drawn(row, children, tree.drawn, scores, chance, rule) for row in range(batch)])
-    return _walk_chosen(batch, children, scores, do_sample, chance)
+
+    def pick(rows: list[int], found: Tensor) -> list[int]:
+        picked: list[int] = (chance.token(found.softmax(-1)) if do_sample else found.argmax(-1)).tolist()
+        return picked
+
+    return _walk_chosen(batch, children, scores, pick)
+
+
+def accept_chosen(tree: DraftTree, scores: NodeScores, pick: Pick) -> Accepted:
+    """Walk the tree as if no node had been drawn, each row picking in a way of its own; lossless like plain decoding.
+
+    A row picks one token per committed token, in order, so what it draws depends neither on the tree nor on other rows.
+
+    Args:
+        tree: the proposed tree.
+        scores: see `accept`.
+        pick: takes the target's token for some rows.
+    """
+    return _walk_chosen(tree.tokens.shape[0], Children(tree), scores, pick)
 
 
 def _together(walks: Sequence[tuple[list[int], list[int]]]) -> Accepted:
     return Accepted([path for path, _ in walks], [tokens for _, tokens in walks])
 
 
-def _walk_chosen(batch: int, children: Children, scores: NodeScores, do_sample: bool, chance: Chance) -> Accepted:
+def _walk_chosen(batch: int, children: Children, scores: NodeScores, pick: Pick) -> Accepted:
     paths: list[list[int]] = [[0] for _ in range(batch)]
     tokens: list[list[int]] = [[] for _ in range(batch)]
     walking = list(range(batch))
     while walking:
         found = scores(walking, [paths[row] for row in walking])
-        picked = chance.token(found.softmax(-1)) if do_sample else found.argmax(-1)
         still = []
-        for row, token in zip(walking, picked.tolist(), strict=True):
+        for row, token in zip(walking, pick(walking, found), strict=True):
             tokens[row].append(token)
             child = children.find(row, paths[row][-1], token)
             if child is not None:

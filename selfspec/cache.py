@@ -15,11 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from selfspec.errors import UnsupportedGeneration
 from selfspec.hf import Cache, CacheLayerMixin, LinearAttentionLayer, Window, dynamic_cache
 from selfspec.recurrent import StateRecord
 
 RowKeys = list[tuple[Tensor, Tensor] | None]
 """Keys and values of one row, `[H, S, d]` each, per layer; None for a layer that reads another's."""
+
+_SPARE = 64
+"""Slots allocated behind the longest row when caches are joined."""
 
 
 class Slots:
@@ -151,6 +155,11 @@ class SlotLayer(CacheLayerMixin):
         if self.is_initialized:
             self.stored_keys, self.stored_values = self.stored_keys[rows], self.stored_values[rows]
 
+    def join(self, other: SlotLayer, capacity: int) -> None:
+        """Append the rows of another layer, in storage of `capacity` slots."""
+        self.stored_keys = _below(self.stored_keys, other.stored_keys, capacity)
+        self.stored_values = _below(self.stored_values, other.stored_values, capacity)
+
     def get_seq_length(self) -> int:
         """Tokens of the longest row before this pass."""
         return max(self.slots.lengths) + self.slots.behind
@@ -168,6 +177,15 @@ class SlotLayer(CacheLayerMixin):
 def _spread(index: Tensor, like: Tensor) -> Tensor:
     batch, heads, _, size = like.shape
     return index[:, None, :, None].expand(batch, heads, index.shape[1], size)
+
+
+def _below(upper: Tensor, lower: Tensor, capacity: int) -> Tensor:
+    _, heads, _, size = upper.shape
+    joined = upper.new_zeros(upper.shape[0] + lower.shape[0], heads, capacity, size)
+    for part, rows in ((upper, slice(0, upper.shape[0])), (lower, slice(upper.shape[0], None))):
+        width = min(capacity, part.shape[2])
+        joined[rows, :, :width] = part[:, :, :width]
+    return joined
 
 
 def _columns(stored: Tensor, columns: Sequence[Tensor], width: int) -> Tensor:
@@ -271,6 +289,30 @@ class SlotCache(Cache):
         for layer in self._stores():
             layer.select(torch.tensor(rows, device=layer.stored_keys.device))
         self.slots.select(rows)
+
+    @property
+    def joins(self) -> bool:
+        """Whether all that the layers keep are keys and values, which `join` can put one below the other."""
+        return self.record is None
+
+    def join(self, other: SlotCache, capacity: int = 0) -> None:
+        """Take in the rows of another cache of the same model, behind one's own.
+
+        Args:
+            other: a cache that has read something; it must not be used afterwards.
+            capacity: slots to keep allocated; at least what is committed and a little more.
+
+        Raises:
+            UnsupportedGeneration: a layer that keeps more than keys and values (`joins` is false).
+        """
+        if not (self.joins and other.joins):
+            raise UnsupportedGeneration("this model's cache cannot take in rows of another generation")
+        lengths = [*self.lengths, *other.lengths]
+        capacity = max(capacity, max(lengths) + _SPARE)
+        for mine, theirs in zip(self._stores(), other._stores(), strict=True):
+            mine.join(theirs, capacity)
+        self.slots.lengths, self.slots.capacity = lengths, capacity
+        self.slots.index_changed()
 
     def row(self, row: int) -> RowKeys:
         """Copies of one row's committed keys and values."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from selfspec.cache import SlotCache
+from selfspec.errors import UnsupportedGeneration
 from selfspec.tree import DraftTree
 
 
@@ -129,6 +130,19 @@ class DraftState(ABC):
     @abstractmethod
     def select(self, rows: Tensor) -> DraftState:
         """The state of some rows (`[K]` int64), used when rows of a batch finish."""
+
+    @property
+    def joins(self) -> bool:
+        """Whether rows of another generation with the same draft can be taken in (see `join`)."""
+        return False
+
+    def join(self, other: Any) -> DraftState:
+        """The state of one's own rows followed by those of another state of the same draft, which is used up.
+
+        Raises:
+            UnsupportedGeneration: `joins` is false; such generations go on side by side.
+        """
+        raise UnsupportedGeneration(f"{type(self).__name__} cannot take in rows of another generation")
 
 
 @runtime_checkable

@@ -20,7 +20,7 @@ from torch import Tensor
 from selfspec import registry
 from selfspec.checkpoint import CONFIG, WEIGHTS, load_head, replacing, save_head
 from selfspec.draft import Budget, Draft, Needs, Sampling, Verified
-from selfspec.errors import CheckpointError, ConfigError
+from selfspec.errors import CheckpointError, ConfigError, UnsupportedGeneration
 from selfspec.head import DraftHead
 from selfspec.heads.blockwise import BlockwiseConfig
 from selfspec.heads.compose import ComposeConfig
@@ -287,6 +287,32 @@ def test_select_goes_on_with_some_rows(row: Row, target: Target) -> None:
     rest = pick(whole, [2, 0])
     state = draft.observe(state, chunk(rest, 17, 20))
     assert_same_tree(propose(draft, state), propose(draft, draft.begin(chunk(rest, 0, 20))))
+
+
+@each
+def test_a_state_that_joins_goes_on_as_its_parts_would_alone(row: Row, target: Target) -> None:
+    draft = make(row, target)
+    whole = read(target, draft, repeating(3, 25))
+    first, second = draft.begin(pick(chunk(whole, 0, 17), [0, 2])), draft.begin(pick(chunk(whole, 0, 9), [1]))
+    if not (first.joins and second.joins):
+        with pytest.raises(UnsupportedGeneration):
+            first.join(second)
+        return
+    propose(draft, first)
+    rest = [chunk(pick(whole, [b]), start, start + 3) for b, start in ((0, 17), (2, 17), (1, 9))]
+    later = Verified(
+        torch.cat([r.tokens for r in rest]),
+        torch.cat([r.next_tokens for r in rest]),
+        torch.tensor([3, 3, 3]),
+        None if whole.hidden is None else torch.cat([r.hidden for r in rest]),
+        tuple(torch.cat(parts) for parts in zip(*(r.layers for r in rest), strict=True)),
+    )
+    tree = propose(draft, draft.observe(first.join(second), later))
+    for place, (b, end) in enumerate(((0, 20), (2, 20), (1, 12))):
+        alone = propose(draft, draft.begin(chunk(pick(whole, [b]), 0, end)))
+        real = tree.real()[place]
+        assert torch.equal(tree.tokens[place][real], alone.tokens[0])
+        assert torch.equal(tree.parents.expand_as(tree.tokens)[place][real], alone.parents[0])
 
 
 @each

@@ -31,6 +31,26 @@ def test_a_stream_gets_what_plain_decoding_would_put(
     assert mine.ends == theirs.ends == 1
 
 
+class Origins(Recorder):
+    """Asks where tokens came from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.origins: list[list[int]] = []
+
+    def origin(self, depths: list[int]) -> None:
+        self.origins.append(depths)
+
+
+def test_a_stream_may_ask_at_which_depth_each_token_was_drafted(model: PreTrainedModel, prompt: Tensor) -> None:
+    stream = Origins()
+    with patched(model, knows(model, prompt, make=oracle.chain(5, lambda row, turn: turn % 3))):
+        model.generate(prompt, streamer=stream, max_new_tokens=8, eos_token_id=None)
+    # The prompt is put first and comes from nowhere; the prefill and every round end with a token of the target.
+    assert stream.origins == [[0], [0], [1], [0], [1], [2], [0], [0]]
+    assert len(stream.parts) == 1 + len(stream.origins)
+
+
 def test_a_stream_of_several_rows(model: PreTrainedModel) -> None:
     ids = tiny.text(3, 6)
     free = plain(model, ids, max_new_tokens=NEW)[:, 6:]
