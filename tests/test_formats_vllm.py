@@ -112,7 +112,7 @@ def trained(model: PreTrainedModel, kind: str, **options: Any) -> DraftHead:
         mask = torch.arange(75).expand(8, -1) > 2
         return head.loss(verified, mask).loss
 
-    fit(head.parameters(), step, 250, 5e-3)
+    fit(head.parameters(), step, 600 if kind == "medusa" else 250, 5e-3)
     return head.eval()
 
 
@@ -155,10 +155,11 @@ CASES = [
     ("vllm-eagle", "eagle", {**GROWN, "input_norms": False, "layer_norm": False, "output_norm": False}),
     ("vllm-eagle3", "eagle3", EAGLE3),
     ("speculators", "eagle3", {**EAGLE3, "norm_before_residual": True, "norm_output": True, "fc_norm": True}),
+    ("vllm-medusa", "medusa", MEDUSA),
 ]
 
 
-IDS = ["medusa", "eagle", "eagle3", "speculators"]
+IDS = ["medusa", "eagle", "eagle3", "speculators", "medusa-one-output"]
 
 
 @pytest.mark.parametrize(("name", "kind", "options"), CASES, ids=IDS)
