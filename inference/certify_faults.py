@@ -36,6 +36,7 @@ from selfspec.inference.stopping import Stopper
 from selfspec.scoring import Processors, TreeScores
 from selfspec.target import Target
 from selfspec.tree import Drawn
+from selfspec.walk import Children
 
 _SETTINGS = CertifySettings(
     max_new_tokens=24, sampled_prompts=1, samples=400, engine_samples=48, trees=150, temperature=0.5, top_k=12
@@ -266,7 +267,7 @@ FAULTS = (
         CHOSEN,
         _instead(TreeScores, "__call__", _scores_of_the_parent),
     ),
-    Fault("the first guess is never verified", GREEDY, CHOSEN, _instead(rules.Children, "find", _first_guess_unread)),
+    Fault("the first guess is never verified", GREEDY, CHOSEN, _instead(Children, "find", _first_guess_unread)),
     Fault("the target's temperature is left out", SAMPLED, CHOSEN, _instead(Processors, "__init__", _no_temperature)),
     Fault("no residual after a refusal", RULE, CHAIN, _instead(rules, "_normalised", _no_residual)),
     Fault("children accepted with p / (c q)", RULE, SIBLINGS, _instead(rules, "_try_children", _divided)),

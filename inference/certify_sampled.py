@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
-from selfspec.accept import AcceptRule, TorchChance, accept
+from selfspec.accept import AcceptRule, accept
 from selfspec.draft import Budget, Draft, Sampling, Verified
 from selfspec.inference.certify_statistics import LEAST, Fit, detectable, fit, same_source
 from selfspec.inference.engine import decode
@@ -26,6 +26,7 @@ from selfspec.inference.runs import prepare
 from selfspec.scoring import History, Processors, TreeScores, sampling_of
 from selfspec.target import Target
 from selfspec.tree import DraftTree
+from selfspec.walk import TorchChance
 
 Pair = tuple[int, int]
 _KEPT_PASSES = 16

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from selfspec import hf
-from selfspec.accept import Accepted, TorchChance, accept
+from selfspec.accept import Accepted, accept
 from selfspec.cache import SlotCache
 from selfspec.draft import Budget, Draft
 from selfspec.inference.kept import KeptRows
@@ -24,6 +24,7 @@ from selfspec.scoring import History, Processors, TreeScores, sampling_of
 from selfspec.stats import Stats
 from selfspec.target import Target
 from selfspec.tree import DraftTree
+from selfspec.walk import TorchChance
 
 _ROOM_FOR_NODES = 64
 _NO_LIMIT = 4096

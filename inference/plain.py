@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selfspec.accept import TorchChance
 from selfspec.draft import Needs
 from selfspec.inference.output import Output
 from selfspec.inference.request import Request, Result
@@ -14,6 +13,7 @@ from selfspec.scoring import History, Processors
 from selfspec.stats import Stats
 from selfspec.target import Target
 from selfspec.tree import DraftTree
+from selfspec.walk import TorchChance
 
 
 def decode_plain(target: Target, request: Request) -> Result:

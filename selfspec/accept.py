@@ -17,27 +17,25 @@ time (its residual is 0 by then), but that second draw still takes its q off the
 A chain of drawn nodes is judged as a whole: block verification (Sun et al. 2024, "Block Verification Accelerates
 Speculative Decoding", Algorithm 2) is as exact and never accepts fewer tokens in expectation.
 
-Typical acceptance (Cai et al. 2024, section 2.3.1) is lossy and only used on request, as are `selfspec.lossy`'s rules.
+Rules that change the text are in `selfspec.lossy` and only used on request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from selfspec.errors import ConfigError, DraftTreeError
-from selfspec.lossy import GREEDY_RULES, walk_loosely
+from selfspec.lossy import GREEDY_RULES, TYPICAL, walk_loosely, walk_typical
 from selfspec.tree import DraftTree, Drawn
+from selfspec.walk import Chance, Children, NodeScores
 
 _SUM_TOLERANCE = 1e-3
 
 LOSSLESS = "lossless"
 TOKEN_WISE = "token-wise"
-LOSSY_TYPICAL = "lossy-typical"
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class AcceptRule:
     min_block: int = 2
 
     def __post_init__(self) -> None:
-        known = (LOSSLESS, TOKEN_WISE, LOSSY_TYPICAL, *GREEDY_RULES)
+        known = (LOSSLESS, TOKEN_WISE, TYPICAL, *GREEDY_RULES)
         if self.name not in known:
             raise ConfigError(f"no accept rule is called {self.name!r}; use one of {', '.join(known)}")
         if not (0 < self.epsilon <= 1 and 0 < self.delta <= 1):
@@ -84,39 +82,6 @@ class AcceptRule:
     def lossy(self) -> bool:
         """Whether text may differ from the target's, greedy or in distribution."""
         return self.name.startswith("lossy-")
-
-
-class Chance(Protocol):
-    """The source of randomness, so that tests can walk all outcomes instead of sampling them."""
-
-    def token(self, probs: Tensor) -> Tensor:
-        """`[K, V]` float32 to one token per row, `[K]` int64."""
-
-    def coin(self, probability: float) -> bool:
-        """True with this probability."""
-
-
-class TorchChance:
-    """Randomness from a torch generator; None uses torch's default one, which `torch.manual_seed` sets."""
-
-    def __init__(self, generator: torch.Generator | None, device: torch.device) -> None:
-        self.generator = generator
-        self.device = device if generator is None else generator.device
-
-    def token(self, probs: Tensor) -> Tensor:
-        """See Chance."""
-        return torch.multinomial(probs, 1, generator=self.generator).squeeze(1)
-
-    def coin(self, probability: float) -> bool:
-        """See Chance."""
-        return float(torch.rand((), generator=self.generator, device=self.device)) < probability
-
-
-class NodeScores(Protocol):
-    """Processed scores of the target at nodes of the tree."""
-
-    def __call__(self, rows: list[int], paths: list[list[int]]) -> Tensor:
-        """Scores `[K, V]` float32 at the last node of each row's path (node indices, the root first)."""
 
 
 Pick = Callable[[list[int], Tensor], list[int]]
@@ -136,32 +101,6 @@ class Accepted:
     tokens: list[list[int]]
 
 
-class Children:
-    """Children of each node, per row, on the host."""
-
-    def __init__(self, tree: DraftTree) -> None:
-        self.tokens = tree.token_lists
-        parents = tree.parents.expand_as(tree.tokens).tolist()
-        real = None if tree.shape.real is None else tree.real().tolist()
-        self.in_line = [links == list(range(-1, tree.nodes - 1)) for links in parents]
-        """Per row, whether every node, real or not, hangs on the one before it."""
-        self._of: list[dict[int, list[int]]] = []
-        for row, links in enumerate(parents):
-            children: dict[int, list[int]] = {}
-            for node in range(1, tree.nodes):
-                if real is None or real[row][node]:
-                    children.setdefault(links[node], []).append(node)
-            self._of.append(children)
-
-    def of(self, row: int, node: int) -> list[int]:
-        """The children of a node, in order."""
-        return self._of[row].get(node, [])
-
-    def find(self, row: int, node: int, token: int) -> int | None:
-        """The first child that carries `token`."""
-        return next((c for c in self.of(row, node) if self.tokens[row][c] == token), None)
-
-
 def accept(
     tree: DraftTree, scores: NodeScores, do_sample: bool, chance: Chance, rule: AcceptRule | None = None
 ) -> Accepted:
@@ -178,8 +117,8 @@ def accept(
     children, batch = Children(tree), tree.tokens.shape[0]
     if not do_sample and rule.name in GREEDY_RULES:
         return _together([walk_loosely(row, children, scores, rule) for row in range(batch)])
-    if do_sample and rule.name == LOSSY_TYPICAL:
-        return _together([_walk_typical(row, children, scores, rule, chance) for row in range(batch)])
+    if do_sample and rule.name == TYPICAL:
+        return _together([walk_typical(row, children, scores, rule, chance) for row in range(batch)])
     if do_sample and tree.drawn is not None:
         return _together([_walk_drawn(row, children, tree.drawn, scores, chance, rule) for row in range(batch)])
 
@@ -300,27 +239,6 @@ def _ratio(p: Tensor, q: Tensor, token: int, node: int) -> float:
     if float(q[token]) <= 0:
         raise DraftTreeError(f"node {node} carries token {token}, which its own draft distribution excludes")
     return float(p[token] / q[token])
-
-
-def _walk_typical(
-    row: int, children: Children, scores: NodeScores, rule: AcceptRule, chance: Chance
-) -> tuple[list[int], list[int]]:
-    """The deepest path of typical nodes, the likeliest among equals, then a token from p."""
-    level, likelihood = [[0]], [0.0]
-    while True:
-        p = scores([row] * len(level), level).softmax(-1)
-        bound = (rule.delta * torch.exp(-torch.special.entr(p).sum(-1))).clamp(max=rule.epsilon)
-        deeper = [
-            ([*path, child], likelihood[i] + float(p[i, children.tokens[row][child]].log()))
-            for i, path in enumerate(level)
-            for child in children.of(row, path[-1])
-            if bool(p[i, children.tokens[row][child]] > bound[i])
-        ]
-        if not deeper:
-            best = max(range(len(level)), key=lambda i: likelihood[i])
-            last = int(chance.token(p[best : best + 1]))
-            return level[best], [*(children.tokens[row][node] for node in level[best][1:]), last]
-        level, likelihood = [path for path, _ in deeper], [weight for _, weight in deeper]
 
 
 def _try_children(

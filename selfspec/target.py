@@ -1,16 +1,12 @@
-"""The one door to the Hugging Face model: prefill, tree passes, taps on hidden states, embedding and output head.
+"""The one door to the Hugging Face model: prefill, tree passes, hidden states of whole texts.
 
-Letters: B rows, P prompt tokens, N tree nodes, V vocabulary, D hidden size, L layers, Q draft vocabulary.
+Letters: B rows, P prompt tokens, N tree nodes, V vocabulary, D hidden size.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,23 +20,12 @@ from selfspec.draft_pass import DraftPasses, resume
 from selfspec.errors import UnsupportedGeneration, UnsupportedModel
 from selfspec.masks import as_attention_mask, continuing, tree_positions, visible, visible_again
 from selfspec.output_head import FewRowsHead
+from selfspec.support import refuse_unsupported, takes_positions, why_chain_only
+from selfspec.taps import Taps
+from selfspec.target_parts import TargetParts
 from selfspec.tree import Computed, DraftTree, TreeShape
 
 _PROBE = (8, 64)
-_ADDS_BIAS_FROM_A_2D_MASK = {"bloom", "mpt"}
-_STARTS_FROM_NOTHING = {"mamba", "falcon_mamba", "jamba", "zamba"}
-
-
-@dataclass
-class _Tap:
-    """Hidden states caught during one forward pass of one Target."""
-
-    owner: Target
-    hidden: Tensor | None = None
-    layers: dict[int, Tensor] = field(default_factory=dict)
-
-
-_TAP: ContextVar[_Tap | None] = ContextVar("selfspec_tap", default=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +43,7 @@ class TargetOutput:
     layers: tuple[Tensor, ...] = ()
 
 
-class Target:
+class Target(TargetParts):
     """A decoder-only transformers model, unchanged, with what drafting and verifying need of it.
 
     Args:
@@ -72,127 +57,17 @@ class Target:
 
     def __init__(self, model: PreTrainedModel) -> None:
         hf.check_version()
-        self.model = model
-        self.config = hf.config_of(model)
-        self._refuse_unsupported()
+        refuse_unsupported(model)
+        super().__init__(model)
         self.windows = hf.layer_windows(self.config)
         self.states = hf.layer_states(self.config)
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        self.chain_only = self._why_chain_only()
+        self._takes_positions = takes_positions(model)
+        self.chain_only = why_chain_only(model)
         self.mask_kinds = {} if self.chain_only else hf.mask_kinds(self.config, self.windows)
         self._trims_logits = hf.supports_logits_to_keep(model)
-        self._handles: list[Any] = [hf.decoder_of(model).register_forward_hook(self._catch_hidden)]
-        self._tapped: set[int] = set()
-        self.has_position_table = hf.has_position_table(model)
+        self._taps = Taps(model)
         self._few_rows: FewRowsHead | None = None
         self._passes: DraftPasses | None = None
-
-    def _refuse_unsupported(self) -> None:
-        name, config = type(self.model).__name__, self.config
-        if self.model.config.is_encoder_decoder:
-            raise UnsupportedModel(f"{name} is an encoder-decoder; only decoder-only models are supported")
-        if not self.model.can_generate():
-            raise UnsupportedModel(f"{name} has no language-model head; load it with AutoModelForCausalLM")
-        if hf.decoder_of(self.model) is self.model:
-            raise UnsupportedModel(f"{name} keeps no decoder apart from its head, so its hidden states cannot be read")
-        if config.model_type in _STARTS_FROM_NOTHING:
-            raise UnsupportedModel(
-                f"{name}: transformers' scan of Mamba-1 starts from an empty state whenever it reads several tokens, "
-                "so guesses cannot be checked behind a text; Mamba-2 models are supported"
-            )
-        if hasattr(hf.decoder_of(self.model), "_setup_cache"):
-            raise UnsupportedModel(f"{name} keeps its recurrent state on its modules, where it cannot be rolled back")
-        if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
-            raise UnsupportedModel(f"{name} has bidirectional attention: later tokens change what earlier ones see")
-        takes = inspect.signature(self.model.forward).parameters
-        if "cache" not in takes:
-            raise UnsupportedModel(f"{name}.forward takes no cache, so it reads the whole text at every step")
-        if self.attention not in hf.MASKED_ATTENTION:
-            raise UnsupportedModel(
-                f"attention back end {self.attention!r} takes no tree mask; load the model with "
-                f"attn_implementation='sdpa' (supported: {', '.join(hf.MASKED_ATTENTION)})"
-            )
-
-    def _why_chain_only(self) -> str | None:
-        name, config = type(self.model).__name__, self.config
-        if any(self.states):
-            return f"{name} has layers with recurrent state, which follows one line of text"
-        if config.model_type in _ADDS_BIAS_FROM_A_2D_MASK or getattr(config, "alibi", False):
-            return f"{name} derives ALiBi from places in the cache, which are no positions in a tree"
-        if "local" in (getattr(config, "attention_layers", None) or ()):
-            return f"{name} has local attention with a causal mask of its own"
-        if not self._takes_positions:
-            return f"{name}.forward takes no position_ids, so nodes of a tree cannot be placed"
-        return None
-
-    # What the model is
-
-    @property
-    def attention(self) -> str:
-        """The attention back end, by transformers' name."""
-        return str(self.config._attn_implementation)
-
-    @property
-    def model_type(self) -> str:
-        """transformers' `model_type`."""
-        return str(self.config.model_type)
-
-    @property
-    def hidden_size(self) -> int:
-        """D."""
-        return int(self.config.hidden_size)
-
-    @property
-    def num_layers(self) -> int:
-        """L."""
-        return int(self.config.num_hidden_layers)
-
-    @property
-    def vocab_size(self) -> int:
-        """V, the number of logits."""
-        weight = self.output_weight()
-        return int(self.config.vocab_size) if weight is None or weight.numel() == 0 else weight.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        """Where token ids go."""
-        device: torch.device = self.model.get_input_embeddings().weight.device  # type: ignore[assignment]
-        return device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the hidden states."""
-        return self.model.dtype
-
-    @property
-    def max_positions(self) -> int | None:
-        """The longest sequence the model is made for, None if it does not say."""
-        return getattr(self.config, "max_position_embeddings", None)
-
-    @property
-    def drafting_limit(self) -> int | None:
-        """The length beyond which a pass over several tokens is not exact or not possible; None without one."""
-        return self.max_positions if self.has_position_table else hf.dynamic_rope_from(self.config)
-
-    def input_weight(self) -> Tensor | None:
-        """`[V, D]` input embedding, None if the model has none."""
-        return getattr(self.model.get_input_embeddings(), "weight", None)
-
-    def _output_head(self) -> nn.Module:
-        head = self.model.get_output_embeddings()
-        if head is None:
-            raise UnsupportedModel(f"{type(self.model).__name__} exposes no output embeddings")
-        return head
-
-    def output_weight(self) -> Tensor | None:
-        """`[V, D]` output head, by reference; None if it is not a tensor (quantised modules pack theirs)."""
-        weight = getattr(self._output_head(), "weight", None)
-        return weight if isinstance(weight, Tensor) else None
-
-    def norm_weights(self) -> list[Tensor]:
-        """A few vectors of the norms, for fingerprints."""
-        vectors = [p for p in hf.decoder_of(self.model).parameters() if p.shape == (self.hidden_size,)]
-        return [*vectors[:2], *vectors[-2:]]
 
     def hidden_scale(self, generator: torch.Generator | None = None) -> Tensor:
         """`[D]` float32: the size of each channel of the last hidden state (root mean square over random tokens).
@@ -204,40 +79,6 @@ class Target:
         hidden = self.features(tokens, None, Needs(hidden=True)).hidden
         assert hidden is not None
         return hidden[:, 1:].float().flatten(0, 1).pow(2).mean(0).sqrt()
-
-    # Parts that drafts borrow
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Input embeddings `[..., D]` of token ids `[...]`, scaled as the model scales them."""
-        return self.model.get_input_embeddings()(tokens)
-
-    def output_rows(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Rows of the output head for `[Q]` token ids: weight `[Q, D]` and bias `[Q]` or None (copies).
-
-        Raises:
-            UnsupportedModel: the head's weight is not in memory (offloaded) or not plain numbers (quantised).
-        """
-        head = self._output_head()
-        weight = self.output_weight()
-        if weight is None or weight.is_meta or not weight.is_floating_point() or weight.numel() == 0:
-            raise UnsupportedModel(
-                "the target's output head is offloaded, sharded or quantised, so a draft cannot borrow rows of it; "
-                "keep the output head in memory in a floating-point dtype"
-            )
-        bias = getattr(head, "bias", None)
-        index = token_ids.to(weight.device)
-        return weight.detach()[index], None if bias is None else bias.detach()[index]
-
-    def finish_logits(self, raw: Tensor) -> Tensor:
-        """What the model does between its output head and its logits (scale, soft cap), any shape."""
-        scale = getattr(self.config, "logit_scale", None)
-        divisor = getattr(self.config, "logits_scaling", None)
-        cap = getattr(self.config, "final_logit_softcapping", None)
-        raw = raw * scale if scale else raw
-        raw = raw / divisor if divisor else raw
-        return cap * torch.tanh(raw / cap) if cap else raw
-
-    # Passes
 
     def new_cache(self, batch: int, capacity: int) -> SlotCache:
         """An empty cache for `batch` rows with `capacity` slots allocated ahead."""
@@ -322,7 +163,7 @@ class Target:
         if head is None:
             with resume(computed), cache.drafting(written):
                 return self._forward(tokens, cache, mask, positions, 0, needs)
-        with self._tap(needs) as tap, resume(computed), cache.drafting(written):
+        with self._taps.listen(needs) as tap, resume(computed), cache.drafting(written):
             hidden = self._last_hidden(tokens, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True)
         layers = tuple(tap.layers[k] for k in needs.layers)
         return TargetOutput(self.finish_logits(head(hidden)), hidden if needs.hidden else None, layers)
@@ -349,10 +190,6 @@ class Target:
         if self._passes is None:
             self._passes = DraftPasses(self)
         return self._passes
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """Last hidden states `[..., D]` to the model's own logits `[..., V]`."""
-        return self.finish_logits(self._output_head()(hidden))
 
     def _verify_chain(self, tree: DraftTree, cache: SlotCache, needs: Needs) -> TargetOutput:
         """The same for a chain of one row, under the model's own causal mask."""
@@ -405,7 +242,7 @@ class Target:
             attention_mask: `[B, P]`, 1 for real tokens; None when all are.
             needs: which hidden states to return.
         """
-        with self._tap(needs) as tap, torch.no_grad():
+        with self._taps.listen(needs) as tap, torch.no_grad():
             hidden = self._last_hidden(tokens, attention_mask=attention_mask, use_cache=False)
         return TargetOutput(
             tokens.new_empty(0), hidden if needs.hidden else None, tuple(tap.layers[k] for k in needs.layers)
@@ -425,7 +262,7 @@ class Target:
         options: dict[str, Any] = {"logits_to_keep": last} if self._trims_logits else {}
         if self._takes_positions:
             options["position_ids"] = positions
-        with self._tap(needs) as tap:
+        with self._taps.listen(needs) as tap:
             output = self.model(
                 **given,
                 attention_mask=mask,
@@ -440,50 +277,9 @@ class Target:
             logits = logits[:, where] if isinstance(where, slice) else logits.gather(1, where)
         return TargetOutput(logits, tap.hidden, tuple(tap.layers[k] for k in needs.layers))
 
-    # Taps: hooks stay in place, a context variable says who listens, so concurrent passes do not mix
-
-    @contextmanager
-    def _tap(self, needs: Needs) -> Iterator[_Tap]:
-        for layer in needs.layers:
-            self._watch(layer)
-        tap = _Tap(self)
-        if not needs.hidden and not needs.layers:
-            yield tap
-            return
-        token = _TAP.set(tap)
-        try:
-            yield tap
-        finally:
-            _TAP.reset(token)
-            if not needs.hidden:
-                tap.hidden = None
-
-    def _catch_hidden(self, module: nn.Module, args: Any, output: Any) -> None:
-        tap = _TAP.get()
-        if tap is not None and tap.owner is self:
-            tap.hidden = output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
-
-    def _watch(self, layer: int) -> None:
-        if layer in self._tapped:
-            return
-        blocks = hf.blocks_of(self.model)
-        if not 0 <= layer < len(blocks):
-            raise UnsupportedModel(f"layer {layer} to read from is not in 0..{len(blocks) - 1} of this target")
-        catch = partial(self._catch_layer, layer)
-        self._handles.append(blocks[layer].register_forward_pre_hook(catch, with_kwargs=True))
-        self._tapped.add(layer)
-
-    def _catch_layer(self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tap = _TAP.get()
-        if tap is not None and tap.owner is self:
-            tap.layers[layer] = args[0] if args else kwargs["hidden_states"]
-
     def release(self) -> None:
         """Take the hooks off the model again."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._tapped.clear()
+        self._taps.release()
         if self._passes is not None:
             self._passes.release()
             self._passes = None
