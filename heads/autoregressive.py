@@ -172,7 +172,7 @@ class AutoregressiveHead(DraftHead):
         positions = cache.slots.index(verified.tokens.shape[1])
         mask = causal_over_cache(cache, positions)
         guesses = self._run(self._features(verified), verified.next_tokens, positions, mask, cache.layers)
-        cache.commit(verified.counts.tolist())
+        cache.commit(verified.count_list)
         return AutoregressiveState(cache, verified.root, last_of(guesses, verified.counts))
 
     @torch.no_grad()

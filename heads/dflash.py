@@ -149,7 +149,7 @@ class DFlash(DraftHead):
         """Read the accepted tokens' features; those of the block itself were never kept."""
         positions = state.cache.slots.index(verified.tokens.shape[1])
         self._read(self._context(verified.layers), positions, state.cache.layers)
-        state.cache.commit(verified.counts.tolist())
+        state.cache.commit(verified.count_list)
         return BlockState(state.cache, verified.root)
 
     def _draft(self, state: BlockState, depth: int) -> Tensor:

@@ -308,7 +308,7 @@ class DraftModel:
 def _with_root(verified: Verified) -> tuple[Tensor, list[int]]:
     """What was read and the token after it: `[B, T + 1]` padded on the right, and each row's length."""
     tokens = torch.cat([verified.tokens[:, :1], verified.next_tokens], 1)
-    return tokens, [count + 1 for count in verified.counts.tolist()]
+    return tokens, [count + 1 for count in verified.count_list]
 
 
 def _grown(tree: DraftTree, tokens: Tensor, parents: Tensor) -> DraftTree:

@@ -205,7 +205,7 @@ class Hydra(DraftHead):
     def _read(self, cache: SlotCache, verified: Verified) -> HydraState:
         positions = cache.slots.index(verified.tokens.shape[1])
         prefix = self._prefix(verified, positions, causal_over_cache(cache, positions), cache.layers)
-        cache.commit(verified.counts.tolist())
+        cache.commit(verified.count_list)
         return HydraState(cache, verified.root, last_of(prefix, verified.counts))
 
     @torch.no_grad()

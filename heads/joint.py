@@ -126,7 +126,7 @@ class Joint:
     def _count(self, state: JointState, verified: Verified) -> None:
         if state.merged is None or verified.nodes is None:
             return
-        rows = zip(state.merged.owners, verified.nodes.tolist(), verified.counts.tolist(), strict=True)
+        rows = zip(state.merged.owners, verified.node_lists, verified.count_list, strict=True)
         for owners, nodes, count in rows:
             for node in nodes[1:count]:
                 state.accepted[owners[node]] += 1
@@ -162,7 +162,7 @@ def _own_nodes(merged: Merged | None, part: int, verified: Verified) -> Tensor |
     if merged is None or verified.nodes is None:
         return None
     rows = []
-    for places, nodes, count in zip(merged.places, verified.nodes.tolist(), verified.counts.tolist(), strict=True):
+    for places, nodes, count in zip(merged.places, verified.node_lists, verified.count_list, strict=True):
         number = {place: node for node, place in reversed(list(enumerate(places[part]))) if place >= 0}
         if any(node not in number for node in nodes[:count]):
             return None

@@ -220,7 +220,7 @@ class Lookup:
 
     def observe(self, state: LookupState, verified: Verified) -> LookupState:
         """Index the accepted tokens."""
-        rows = zip(state.rows, verified.next_tokens.tolist(), verified.counts.tolist(), strict=True)
+        rows = zip(state.rows, verified.next_lists, verified.count_list, strict=True)
         for history, tokens, count in rows:
             history.extend(tokens[:count])
         return state

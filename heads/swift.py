@@ -168,7 +168,7 @@ class Swift(SelfDraft):
         parts = frozenset((k, False) for k in plain.plan.attention) | frozenset((k, True) for k in plain.plan.mlp)
         chance = random.Random(self.config.seed)
         search = Search(self.target.num_layers, self._apart, chance, parts, self.config.trials)
-        rows = zip(verified.tokens.tolist(), verified.counts.tolist(), verified.root.tolist(), strict=True)
+        rows = zip(verified.tokens.tolist(), verified.count_list, verified.root.tolist(), strict=True)
         context = [[*tokens[:count], root][-self.config.window - 1 :] for tokens, count, root in rows]
         return SwiftState(**vars(plain), search=search, context=context)
 
@@ -178,7 +178,7 @@ class Swift(SelfDraft):
         super().observe(state, verified)
         if not self._searching(state.search):
             return state
-        rows = zip(state.context, verified.next_tokens.tolist(), verified.counts.tolist(), strict=True)
+        rows = zip(state.context, verified.next_lists, verified.count_list, strict=True)
         state.context = [(old + tokens[:count])[-self.config.window - 1 :] for old, tokens, count in rows]
         self._try_one(state)
         return state

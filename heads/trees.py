@@ -14,6 +14,7 @@ from torch import Tensor
 
 from selfspec.draft import Budget
 from selfspec.errors import ConfigError
+from selfspec.host import waits
 from selfspec.tree import Path, TreeShape, shape_from_choices
 
 _FIRST = (0.55, 0.13, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01)
@@ -118,8 +119,11 @@ class CandidatePool:
         return columns.gather(1, order), order // children
 
     def settled(self, guesses: int) -> bool:
-        """Whether no deeper node can be among the best `guesses` any more, in any row."""
-        if self._size < guesses:
+        """Whether no deeper node can be among the best `guesses` any more, in any row.
+
+        Deeper levels would not change the tree then. An accelerator is not asked: it would have to finish first.
+        """
+        if self._size < guesses or waits(self._beam.device):
             return False
         worst = torch.cat(self._scores, 1).topk(guesses).values[:, -1]
         return bool((worst >= self._beam_scores[:, 0]).all())

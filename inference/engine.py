@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from selfspec import hf
-from selfspec.accept import Accepted, accept
+from selfspec.accept import Accepted, accept, picked_at_once
 from selfspec.cache import SlotCache
 from selfspec.draft import Budget, Draft
+from selfspec.host import on_device, waits
 from selfspec.inference.kept import KeptRows
 from selfspec.inference.output import Output
 from selfspec.inference.prompt import verified_path, verified_prompt
 from selfspec.inference.request import Request, Result
 from selfspec.inference.stopping import Stopper
-from selfspec.scoring import History, Processors, TreeScores, sampling_of
+from selfspec.scoring import History, Processors, TreeScores, picked_everywhere, sampling_of
 from selfspec.stats import Stats
 from selfspec.target import Target
 from selfspec.tree import DraftTree
@@ -58,6 +59,7 @@ class Generation:
         self.chance = TorchChance(request.generator, target.device)
         self.stopper = Stopper(request.stopping)
         self.processors = Processors(request.processors)
+        self.reads_once = waits(target.device) and not target.chain_only
         self.stats = Stats(rows=request.input_ids.shape[0])
         self.output = output
         self.rows = list(range(request.input_ids.shape[0]))
@@ -70,7 +72,7 @@ class Generation:
             past = self.prompt.past
             self.cache.load(hf.rows_of(request.cache, past), past.sum(1).tolist())
         self.kept = KeptRows(self.prompt) if request.keep_cache else None
-        self.roots: list[int] = []
+        self.roots = [0] * len(self.rows)
         self.state: Any = None
 
     def prefill(self) -> None:
@@ -98,7 +100,8 @@ class Generation:
         with self.stats.timed("propose"):
             tree = self._propose()
         with self.stats.timed("verify"):
-            out = self.target.verify(tree, self.cache, self.draft.needs)
+            safe = tree.within(self.target.vocab_size) if self.reads_once else tree
+            out = self.target.verify(safe, self.cache, self.draft.needs)
         with self.stats.timed("accept"):
             accepted = self._accept(tree, out.logits)
         with self.stats.timed("emit"):
@@ -111,13 +114,17 @@ class Generation:
             self._continue_with(going)
 
     def _propose(self) -> DraftTree:
-        roots = torch.tensor(self.roots, device=self.target.device)
+        roots = on_device(self.roots, self.target.device)
         depth = self._deepest()
         if depth < 1:
             return DraftTree.root_only(roots)
         budget = Budget(self.request.nodes, depth)
         tree = self.draft.propose(self.state, budget, self.sampling, self.request.generator)
-        tree.check(roots, self.target.vocab_size)
+        tree.check_sizes(self.target.vocab_size)
+        if self.reads_once and tree.nodes <= min(depth + 1, budget.nodes or tree.nodes):
+            return tree  # its values are checked when they are read, with the target's answer
+        tree.fetch()
+        tree.check_values(self.roots, self.target.vocab_size)
         if self.target.chain_only:
             tree = tree.trunk()
         tree = tree.limit_depth(depth)
@@ -135,23 +142,35 @@ class Generation:
         return deepest
 
     def _accept(self, tree: DraftTree, logits: Tensor) -> Accepted:
-        keep = self.request.keep_scores
-        scores = TreeScores(logits, tree.token_lists, self.history, self.processors, keep)
-        accepted = accept(tree, scores, self.request.do_sample, self.chance, self.request.accept)
+        request = self.request
+        picks = self._read_once(tree, logits) if self.reads_once else None
+        scores = TreeScores(logits, tree.token_lists, self.history, self.processors, request.keep_scores)
+        accepted = accept(tree, scores, request.do_sample, self.chance, request.accept, picks)
         self.output.remember(self.rows, accepted, logits, scores)
         return accepted
+
+    def _read_once(self, tree: DraftTree, logits: Tensor) -> list[list[int]] | None:
+        """Fetch and check the tree; with it the target's token at every node, where nothing else is asked."""
+        request, found = self.request, []
+        chosen = picked_at_once(tree, request.do_sample, request.accept)
+        if chosen and not self.processors.read_the_past and not request.keep_scores:
+            chance = self.chance if request.do_sample else None
+            found = [picked_everywhere(logits, self.history, self.processors, chance).to(tree.tokens.device)]
+        picks = tree.fetch(found)
+        tree.check_values(self.roots, self.target.vocab_size)
+        return picks[0] if picks else None
 
     def _emit(self, accepted: Accepted, count: bool, tree: DraftTree | None = None) -> list[int]:
         """Commit tokens up to each row's stop; returns the batch rows that go on. Cuts `accepted.tokens` in place."""
         going = []
-        real, depth = ([], []) if tree is None else (tree.real().sum(1).tolist(), tree.depths())
+        shape = None if tree is None else tree.shape.host
         for row, tokens in enumerate(accepted.tokens):
             keep, ended = self.stopper.cut(self.history, row, tokens)
             del tokens[keep:]
             self.history.append(row, tokens)
             drafted = min(len(accepted.paths[row]) - 1, keep)
-            if count and tree is not None:
-                self.stats.count_round(real[row] - 1, depth[row], drafted, keep)
+            if count and shape is not None:
+                self.stats.count_round(shape.guesses(row), shape.deepest(row), drafted, keep)
             self.output.commit(self.rows[row], tokens, ended, drafted)
             if not ended:
                 going.append(row)
@@ -167,7 +186,7 @@ class Generation:
         if going and len(going) < len(self.rows):
             self.cache.select(going)
             self.history.select(going)
-            self.state = self.state.select(torch.tensor(going, device=self.prompt.tokens.device))
+            self.state = self.state.select(on_device(going, self.prompt.tokens.device))
             self.roots = [self.roots[row] for row in going]
         self.rows = [self.rows[row] for row in going]
 

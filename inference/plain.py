@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from selfspec.accept import NO_DISTRIBUTION
 from selfspec.draft import Needs
+from selfspec.drawing import NO_TOKEN
+from selfspec.errors import UnsupportedGeneration
+from selfspec.host import on_device
 from selfspec.inference.output import Output
 from selfspec.inference.request import Request, Result
 from selfspec.inference.stopping import Stopper
@@ -38,7 +42,10 @@ def _decode(target: Target, request: Request, output: Output) -> Result:
 
     def pick(logits: Tensor) -> list[int]:
         scores = processors(history, everyone, [[] for _ in everyone], logits[:, -1])
-        return (chance.token(scores.softmax(-1)) if request.do_sample else scores.argmax(-1)).tolist()
+        found: list[int] = (chance.token(scores.softmax(-1)) if request.do_sample else scores.argmax(-1)).tolist()
+        if NO_TOKEN in found:
+            raise UnsupportedGeneration(NO_DISTRIBUTION)
+        return found
 
     with stats.timed("prefill"):  # with the first token, as in the engine: on an accelerator its value ends the pass
         picked = pick(target.prefill(prompt.tokens, counts, cache, Needs()).logits)
@@ -54,7 +61,7 @@ def _decode(target: Target, request: Request, output: Output) -> Result:
         if all(output.ended):
             return Result(output.sequences(), stats)
         with stats.timed("verify"):
-            root = torch.tensor(picked, device=prompt.tokens.device)
+            root = on_device(picked, prompt.tokens.device)
             logits = target.verify(DraftTree.root_only(root), cache, Needs()).logits
             cache.commit([1] * len(picked))
         with stats.timed("accept"):

@@ -15,6 +15,7 @@ from selfspec.accept import Accepted
 from selfspec.cache import SlotCache
 from selfspec.draft import Needs, Verified, last_of
 from selfspec.errors import UnsupportedGeneration
+from selfspec.host import on_device
 from selfspec.target import TargetOutput
 from selfspec.tree import DraftTree
 
@@ -132,16 +133,22 @@ def verified_path(tree: DraftTree, out: TargetOutput, accepted: Accepted, cache:
         cache: the target's, for drafts that need it.
     """
     longest = max(map(len, accepted.tokens))
-    device = tree.tokens.device
-    paths = [path[: len(t)] for path, t in zip(accepted.paths, accepted.tokens, strict=True)]
-    nodes = torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=device)
-    following = torch.tensor([t + [0] * (longest - len(t)) for t in accepted.tokens], device=device)
-    counts = torch.tensor([len(t) for t in accepted.tokens], device=device)
+    counts = [len(tokens) for tokens in accepted.tokens]
+    paths = [path[:count] for path, count in zip(accepted.paths, counts, strict=True)]
+    places = [path + [0] * (longest - len(path)) for path in paths]
+    texts = [tokens + [0] * (longest - len(tokens)) for tokens in accepted.tokens]
+    rows = [[*place, *text, count] for place, text, count in zip(places, texts, counts, strict=True)]
+    nodes, following, committed = on_device(rows, tree.tokens.device).split([longest, longest, 1], 1)
+    straight = all(path == list(range(longest)) for path in paths)
 
     def along(values: Tensor) -> Tensor:
+        if straight:
+            return values[:, :longest]
         where = nodes.to(values.device)
         return values[torch.arange(values.shape[0], device=values.device).unsqueeze(1), where]
 
     hidden = None if out.hidden is None else along(out.hidden)
     layers = tuple(along(layer) for layer in out.layers)
-    return Verified(along(tree.tokens), following, counts, hidden, layers, nodes, cache)
+    verified = Verified(along(tree.tokens), following, committed.squeeze(1), hidden, layers, nodes, cache)
+    vars(verified).update(count_list=counts, next_lists=texts, node_lists=places)
+    return verified

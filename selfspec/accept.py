@@ -27,13 +27,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from selfspec.errors import ConfigError, DraftTreeError
+from selfspec.drawing import NO_TOKEN
+from selfspec.errors import ConfigError, DraftTreeError, UnsupportedGeneration
 from selfspec.lossy import GREEDY_RULES, TYPICAL, walk_loosely, walk_typical
 from selfspec.tree import DraftTree, Drawn
 from selfspec.walk import Chance, Children, NodeScores
 
 _SUM_TOLERANCE = 1e-3
 
+NO_DISTRIBUTION = (
+    "the target's scores hold NaN or infinity, or forbid every token, so there is nothing to sample from; look at the "
+    "model's dtype and at the logits processors"
+)
 LOSSLESS = "lossless"
 TOKEN_WISE = "token-wise"
 
@@ -102,7 +107,12 @@ class Accepted:
 
 
 def accept(
-    tree: DraftTree, scores: NodeScores, do_sample: bool, chance: Chance, rule: AcceptRule | None = None
+    tree: DraftTree,
+    scores: NodeScores,
+    do_sample: bool,
+    chance: Chance,
+    rule: AcceptRule | None = None,
+    picks: list[list[int]] | None = None,
 ) -> Accepted:
     """Walk the tree from the root, as far as the target agrees.
 
@@ -112,8 +122,45 @@ def accept(
         do_sample: sample from the scores; otherwise take their argmax.
         chance: where randomness comes from.
         rule: how sampled trees are judged; the lossless rule if left out.
+        picks: per row the target's own token at every node, where all were picked at once (see `picked_at_once`).
+
+    Raises:
+        DraftTreeError: a draft distribution that is none.
+        UnsupportedGeneration: scores of the target that make no distribution.
     """
     rule = rule or AcceptRule()
+    if picks is not None:
+        return _checked(_walk_picked(Children(tree), picks))
+    return _checked(_walk(tree, scores, do_sample, chance, rule))
+
+
+def picked_at_once(tree: DraftTree, do_sample: bool, rule: AcceptRule) -> bool:
+    """Whether the walk asks nothing but the target's own token at each node: its argmax, or a draw from p.
+
+    Draws at nodes that the walk does not reach are independent of the others and change nothing.
+    """
+    return not rule.lossy and (tree.drawn is None or not do_sample)
+
+
+def _walk_picked(children: Children, picks: list[list[int]]) -> Accepted:
+    walks = []
+    for row, picked in enumerate(picks):
+        path, tokens, child = [0], [picked[0]], children.find(row, 0, picked[0])
+        while child is not None:
+            path.append(child)
+            tokens.append(picked[child])
+            child = children.find(row, child, picked[child])
+        walks.append((path, tokens))
+    return _together(walks)
+
+
+def _checked(accepted: Accepted) -> Accepted:
+    if any(tokens[-1] == NO_TOKEN for tokens in accepted.tokens):
+        raise UnsupportedGeneration(NO_DISTRIBUTION)
+    return accepted
+
+
+def _walk(tree: DraftTree, scores: NodeScores, do_sample: bool, chance: Chance, rule: AcceptRule) -> Accepted:
     children, batch = Children(tree), tree.tokens.shape[0]
     if not do_sample and rule.name in GREEDY_RULES:
         return _together([walk_loosely(row, children, scores, rule) for row in range(batch)])

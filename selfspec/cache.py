@@ -17,6 +17,7 @@ from torch import Tensor
 
 from selfspec.errors import UnsupportedGeneration
 from selfspec.hf import Cache, CacheLayerMixin, LinearAttentionLayer, Window, dynamic_cache
+from selfspec.host import on_device
 from selfspec.recurrent import StateRecord
 
 RowKeys = list[tuple[Tensor, Tensor] | None]
@@ -38,6 +39,7 @@ class Slots:
         self.device = device
         self.behind = 0
         self._index: Tensor | None = None
+        self._tensor: Tensor | None = None
 
     @property
     def uniform(self) -> bool:
@@ -45,8 +47,10 @@ class Slots:
         return min(self.lengths) == max(self.lengths)
 
     def lengths_tensor(self) -> Tensor:
-        """`[B]` int64 on the device."""
-        return torch.tensor(self.lengths, device=self.device)
+        """`[B]` int64 on the device; not to be written to."""
+        if self._tensor is None:
+            self._tensor = on_device(self.lengths, self.device)
+        return self._tensor
 
     def index(self, new: int) -> Tensor:
         """`[B, new]` int64: the slots that `new` tokens of each row go to."""
@@ -74,12 +78,12 @@ class Slots:
 
     def index_changed(self) -> None:
         """Forget what was derived from the lengths."""
-        self._index = None
+        self._index = self._tensor = None
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows only."""
         self.lengths = [self.lengths[row] for row in rows]
-        self._index = None
+        self.index_changed()
 
 
 class SlotLayer(CacheLayerMixin):
@@ -274,12 +278,13 @@ class SlotCache(Cache):
         if self.record is not None:
             self.slots.advance([self.record.keep(len(path)) for path in paths])
             return
-        if any(path[i] != i for path in paths for i in range(len(path))):
-            longest = max(map(len, paths))
-            filled = [[*path, *range(len(path), longest)] for path in paths]
+        moved = [next((i for i, node in enumerate(path) if node != i), len(path)) for path in paths]
+        first, longest = min(moved), max(map(len, paths))
+        if any(place < len(path) for place, path in zip(moved, paths, strict=True)):
+            filled = [[*path, *range(len(path), longest)][first:] for path in paths]
             base = self.slots.lengths_tensor().unsqueeze(1)
-            source = base + torch.tensor(filled, device=base.device)
-            target = base + torch.arange(longest, device=base.device)
+            source = base + on_device(filled, base.device)
+            target = base + torch.arange(first, longest, device=base.device)
             for layer in self._stores():
                 layer.move(source.to(layer.stored_keys.device), target.to(layer.stored_keys.device))
         self.slots.advance([len(path) for path in paths])
@@ -287,7 +292,7 @@ class SlotCache(Cache):
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows only."""
         for layer in self._stores():
-            layer.select(torch.tensor(rows, device=layer.stored_keys.device))
+            layer.select(on_device(rows, layer.stored_keys.device))
         self.slots.select(rows)
 
     @property

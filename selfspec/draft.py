@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -112,6 +113,24 @@ class Verified:
     layers: tuple[Tensor, ...] = ()
     nodes: Tensor | None = None
     cache: SlotCache | None = None
+
+    @cached_property
+    def count_list(self) -> list[int]:
+        """`counts` on the host. The engine knows these lists; reading the tensors would make it wait for a device."""
+        counts: list[int] = self.counts.tolist()
+        return counts
+
+    @cached_property
+    def next_lists(self) -> list[list[int]]:
+        """`next_tokens` on the host."""
+        following: list[list[int]] = self.next_tokens.tolist()
+        return following
+
+    @cached_property
+    def node_lists(self) -> list[list[int]]:
+        """`nodes` on the host."""
+        nodes: list[list[int]] = [] if self.nodes is None else self.nodes.tolist()
+        return nodes
 
     @property
     def root(self) -> Tensor:

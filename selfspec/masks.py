@@ -46,7 +46,7 @@ def _visible_uniform(shape: TreeShape, length: int, first: int, end: int, window
     nodes = shape.nodes
     mask = torch.ones(1, nodes, end - first, dtype=torch.bool, device=shape.parents.device)
     mask[:, :, length - first :] = shape.ancestors
-    if window is not None:
+    if window is not None and length + nodes > window:  # else the window reaches back to the first token
         committed = torch.arange(first, length, device=mask.device)
         nodes_at = length + shape.depth[0]
         mask &= _reaches(nodes_at.unsqueeze(1), torch.cat([committed, nodes_at]), window)

@@ -15,6 +15,8 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as lp
 
 from selfspec.draft import Sampling
+from selfspec.host import on_device
+from selfspec.walk import Chance
 
 _IGNORE_THE_PAST = (
     lp.TemperatureLogitsWarper,
@@ -122,7 +124,7 @@ class History:
         """Put tokens at a place of a row, without committing them."""
         if at + len(tokens) > self.buffer.shape[1]:
             self.buffer = torch.nn.functional.pad(self.buffer, (0, self.buffer.shape[1] + len(tokens)))
-        self.buffer[row, at : at + len(tokens)] = torch.tensor(tokens, device=self.buffer.device)
+        self.buffer[row, at : at + len(tokens)] = on_device(tokens, self.buffer.device)
 
     def append(self, row: int, tokens: Sequence[int]) -> None:
         """Commit tokens to a row."""
@@ -205,6 +207,25 @@ def _row_of(value: Any, row: int) -> Any:
     if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] == 1:
         return value
     return value[row : row + 1]
+
+
+def picked_everywhere(logits: Tensor, history: History, processors: Processors, chance: Chance | None) -> Tensor:
+    """The target's own token at every node, `[B, N]` int64: the argmax, or with `chance` a draw from p.
+
+    Nothing waits for the device.
+
+    Args:
+        logits: `[B, N, V]` in any dtype.
+        history: the committed tokens.
+        processors: none that reads the past.
+        chance: where randomness comes from; None when greedy.
+    """
+    batch, nodes, size = logits.shape
+    if chance is None and not processors.processors:
+        return logits.argmax(-1)
+    found = processors(history, [0] * (batch * nodes), [], logits.reshape(batch * nodes, size))
+    picked = found.argmax(-1) if chance is None else chance.token(found.softmax(-1))
+    return picked.view(batch, nodes)
 
 
 class TreeScores:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 from selfspec.errors import ConfigError, DraftTreeError
+from selfspec.host import HostShape, fetch
 
 Path = tuple[int, ...]
 
@@ -53,21 +54,24 @@ class TreeShape:
         return self.ancestors.sum(-1) - 1
 
     @cached_property
+    def host(self) -> HostShape:
+        """The links on the host, fetched once."""
+        parents, *real = fetch([self.parents] if self.real is None else [self.parents, self.real])
+        return HostShape(parents, real[0] if real else None)
+
+    @property
     def max_depth(self) -> int:
         """The depth of the deepest real node."""
-        depth = self.depth if self.real is None else self.depth.masked_fill(~self.real, 0)
-        return int(depth.max())
+        return self.host.max_depth
 
-    @cached_property
+    @property
     def is_chain(self) -> bool:
         """True when every node is the only child of the one before it."""
-        line = torch.arange(-1, self.nodes - 1, device=self.parents.device)
-        return self.real is None and bool((self.parents == line).all())
+        return self.host.is_chain
 
     def paths(self, row: int = 0) -> list[list[int]]:
         """Root-to-leaf paths of one row as node indices, the root included, in order of their leaves."""
-        parents = self.parents[row if self.parents.shape[0] > 1 else 0].tolist()
-        real = [True] * self.nodes if self.real is None else self.real[row if self.real.shape[0] > 1 else 0].tolist()
+        parents, real = self.host.links(row), self.host.flags(row) or [1] * self.nodes
         inner = {p for p, r in zip(parents, real, strict=True) if r}
         paths = []
         for leaf in (i for i in range(self.nodes) if real[i] and i not in inner):
@@ -86,7 +90,13 @@ class TreeShape:
 
     @staticmethod
     def chain(length: int, device: torch.device | str = "cpu") -> TreeShape:
-        """A root followed by `length` nodes in a line."""
+        """A root followed by `length` nodes in a line; the same object every time, with what was derived from it."""
+        return _chain(length, str(device))
+
+
+@lru_cache(maxsize=128)
+def _chain(length: int, device: str) -> TreeShape:
+    with torch.inference_mode(False):
         return TreeShape(torch.arange(-1, length, device=device).unsqueeze(0))
 
 
@@ -175,8 +185,21 @@ class DraftTree:
     @cached_property
     def token_lists(self) -> list[list[int]]:
         """The tokens on the host, fetched once."""
-        tokens: list[list[int]] = self.tokens.tolist()
-        return tokens
+        return fetch([self.tokens])[0]
+
+    def fetch(self, more: Sequence[Tensor] = ()) -> list[list[list[int]]]:
+        """Bring tokens and links to the host, and more with them (`[B, M]`, integers), in one transfer.
+
+        Returns:
+            Rows of each of `more`.
+        """
+        shape, known = self.shape, "host" in vars(self.shape)
+        links = [] if known else [shape.parents] if shape.real is None else [shape.parents, shape.real]
+        tokens, *found = fetch([self.tokens, *links, *more])
+        vars(self)["token_lists"] = tokens
+        if not known:
+            vars(shape)["host"] = HostShape(found[0], None if shape.real is None else found[1])
+        return found[len(links) :]
 
     def real(self) -> Tensor:
         """`[B, N]` bool."""
@@ -186,12 +209,16 @@ class DraftTree:
 
     def depths(self) -> list[int]:
         """Per row the depth of its deepest real node."""
-        return self.shape.depth.expand_as(self.tokens).masked_fill(~self.real(), 0).amax(1).tolist()
+        return [self.shape.host.deepest(row) for row in range(self.tokens.shape[0])]
 
     @staticmethod
     def root_only(root: Tensor) -> DraftTree:
         """No guesses at all: plain decoding of one token. `root` is `[B]`."""
         return DraftTree(root.unsqueeze(1), TreeShape.chain(0, root.device))
+
+    def within(self, vocab_size: int) -> DraftTree:
+        """The tree with tokens that can be embedded, for a pass that starts before they have been checked."""
+        return replace(self, tokens=self.tokens.clamp(0, vocab_size - 1))
 
     def trunk(self) -> DraftTree:
         """The first child of each node from the root down, as one chain; for targets that cannot follow a tree.
@@ -212,19 +239,18 @@ class DraftTree:
         return DraftTree(self.tokens[rows, nodes], TreeShape(parents, None if bool(real.all()) else real), drawn)
 
     def _first_line(self, row: int) -> list[int]:
-        parents = self.parents[row if self.parents.shape[0] > 1 else 0].tolist()
-        real = self.real()[row].tolist()
+        parents, real = self.shape.host.links(row), self.shape.host.flags(row)
         line = [0]
         for node in range(1, self.nodes):
             if parents[node] == line[-1]:
-                if not real[node]:  # a younger sibling would not be a draw from q alone
+                if real is not None and not real[node]:  # a younger sibling would not be a draw from q alone
                     break
                 line.append(node)
         return line
 
     def limit_depth(self, depth: int) -> DraftTree:
         """The tree without the nodes deeper than `depth` in every row."""
-        if self.shape.max_depth <= depth:
+        if self.nodes - 1 <= depth or self.shape.max_depth <= depth:
             return self
         index = (self.shape.depth <= depth).any(0).nonzero().squeeze(1)
         cut = self._only(index)
@@ -259,20 +285,29 @@ class DraftTree:
 
     def check(self, root: Tensor, vocab_size: int) -> None:
         """Raise DraftTreeError unless the tree is well formed and starts at `root` (`[B]`)."""
-        self._check_sizes(vocab_size)
-        parents = self.parents
-        if not torch.equal(self.tokens[:, 0], root):
-            raise DraftTreeError(f"node 0 is {self.tokens[:, 0].tolist()}, wanted the last token {root.tolist()}")
-        line = torch.arange(self.nodes, device=parents.device)
-        if bool(((parents >= line) | (parents < 0))[:, 1:].any()) or bool((parents[:, 0] != -1).any()):
-            raise DraftTreeError(f"parents must come before children and the root's be -1, got {parents.tolist()}")
-        inside = (self.tokens >= 0) & (self.tokens < vocab_size)
-        if not bool(inside.all()):  # those of nodes that are not real too: they are embedded like the others
-            raise DraftTreeError(f"tokens must lie in 0..{vocab_size - 1}, got {self.tokens[~inside].tolist()}")
-        if self.shape.real is not None and not bool(self.shape.real[:, 0].all()):
-            raise DraftTreeError("the root must be real in every row")
+        self.check_sizes(vocab_size)
+        self.fetch()
+        self.check_values(root.tolist(), vocab_size)
 
-    def _check_sizes(self, vocab_size: int) -> None:
+    def check_values(self, root: list[int], vocab_size: int) -> None:
+        """The part of `check` that reads tokens and links on the host; cheap once they have been fetched."""
+        tokens, shape = self.token_lists, self.shape.host
+        first = [row[0] for row in tokens]
+        if first != root:
+            raise DraftTreeError(f"node 0 is {first}, wanted the last token {root}")
+        if not shape.ordered:
+            raise DraftTreeError(f"parents must come before children and the root's be -1, got {shape.parents}")
+        if any(min(row) < 0 or max(row) >= vocab_size for row in tokens):
+            # Those of nodes that are not real too: they are embedded like the others.
+            outside = [token for row in tokens for token in row if not 0 <= token < vocab_size]
+            raise DraftTreeError(f"tokens must lie in 0..{vocab_size - 1}, got {outside}")
+        if shape.real is not None and not all(row[0] for row in shape.real):
+            raise DraftTreeError("the root must be real in every row")
+        if self.drawn is not None and self.drawn.sources is not None:
+            _check_sources(self.drawn, self.drawn.sources)
+
+    def check_sizes(self, vocab_size: int) -> None:
+        """The part of `check` that reads no values."""
         batch, nodes = self.tokens.shape
         for name, links in (("parents", self.parents), ("real", self.shape.real)):
             if links is not None and (links.ndim != 2 or links.shape[0] not in (1, batch) or links.shape[1] != nodes):
@@ -287,13 +322,15 @@ def _check_drawn(drawn: Drawn, batch: int, nodes: int, vocab_size: int) -> None:
     wanted = (batch, nodes if sources is None or len(found) < 2 else found[1], columns)
     if found != wanted:
         raise DraftTreeError(f"draft distributions have shape {found}, wanted {wanted}")
-    if sources is None:
-        return
-    if tuple(sources.shape) != (batch, nodes):
+    if sources is not None and tuple(sources.shape) != (batch, nodes):
         raise DraftTreeError(f"sources of drawn nodes have shape {tuple(sources.shape)}, wanted {(batch, nodes)}")
+
+
+def _check_sources(drawn: Drawn, sources: Tensor) -> None:
+    rows = drawn.probs.shape[1]
     read = sources[:, 1:] if drawn.drawn is None else sources[drawn.drawn]
-    if bool(((read < 0) | (read >= found[1])).any()):
-        raise DraftTreeError(f"sources of drawn nodes must be rows 0..{found[1] - 1} of probs, got {read.tolist()}")
+    if bool(((read < 0) | (read >= rows)).any()):
+        raise DraftTreeError(f"sources of drawn nodes must be rows 0..{rows - 1} of probs, got {read.tolist()}")
 
 
 def shape_from_choices(choices: Iterable[Sequence[int]]) -> tuple[TreeShape, list[Path]]:

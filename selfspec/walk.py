@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from selfspec.drawing import draw, wide
 from selfspec.tree import DraftTree
 
 
@@ -17,7 +18,7 @@ class Chance(Protocol):
     """The source of randomness, so that tests can walk all outcomes instead of sampling them."""
 
     def token(self, probs: Tensor) -> Tensor:
-        """`[K, V]` float32 to one token per row, `[K]` int64."""
+        """`[K, V]` float32 to one token per row, `[K]` int64; NO_TOKEN where there is no distribution."""
 
     def coin(self, probability: float) -> bool:
         """True with this probability."""
@@ -32,7 +33,8 @@ class TorchChance:
 
     def token(self, probs: Tensor) -> Tensor:
         """See Chance."""
-        return torch.multinomial(probs, 1, generator=self.generator).squeeze(1)
+        numbers = torch.rand(probs.shape[0], generator=self.generator, device=self.device, dtype=wide(self.device))
+        return draw(probs, numbers.to(probs.device))
 
     def coin(self, probability: float) -> bool:
         """See Chance."""
@@ -50,16 +52,16 @@ class Children:
     """Children of each node, per row, on the host."""
 
     def __init__(self, tree: DraftTree) -> None:
-        self.tokens = tree.token_lists
-        parents = tree.parents.expand_as(tree.tokens).tolist()
-        real = None if tree.shape.real is None else tree.real().tolist()
-        self.in_line = [links == list(range(-1, tree.nodes - 1)) for links in parents]
+        self.tokens, shape = tree.token_lists, tree.shape.host
+        rows, line = range(tree.tokens.shape[0]), list(range(-1, tree.nodes - 1))
+        self.in_line = [shape.links(row) == line for row in rows]
         """Per row, whether every node, real or not, hangs on the one before it."""
         self._of: list[dict[int, list[int]]] = []
-        for row, links in enumerate(parents):
+        for row in rows:
             children: dict[int, list[int]] = {}
+            links, real = shape.links(row), shape.flags(row)
             for node in range(1, tree.nodes):
-                if real is None or real[row][node]:
+                if real is None or real[node]:
                     children.setdefault(links[node], []).append(node)
             self._of.append(children)
 
