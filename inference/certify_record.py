@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 from dataclasses import asdict, is_dataclass
@@ -14,10 +13,11 @@ import transformers
 
 from selfspec import registry
 from selfspec._version import __version__
-from selfspec.checkpoint import heads_folder
+from selfspec.checkpoint import CONFIG, WEIGHTS, heads_folder
 from selfspec.draft import Draft
 from selfspec.errors import ConfigError
 from selfspec.fingerprint import fingerprint
+from selfspec.provenance import file_hash
 from selfspec.target import Target
 
 FORMAT = 1
@@ -31,12 +31,11 @@ def target_record(target: Target) -> dict[str, Any]:
 
 
 def draft_record(given: str | Path | Draft, draft: Draft) -> dict[str, Any]:
-    """Kind, configuration and, for heads in files, the SHA-256 of each file."""
+    """Kind, configuration and, for heads in files, the SHA-256 of their config and weights."""
     files: dict[str, str] = {}
     if isinstance(given, (str, Path)) and not _is_method(given):
         folder = heads_folder(given)
-        names = sorted(path for path in folder.iterdir() if path.suffix in {".json", ".safetensors"})
-        files = {path.name: file_hash(path) for path in names}
+        files = {name: file_hash(folder / name) for name in (CONFIG, WEIGHTS) if (folder / name).is_file()}
     config: Any = getattr(draft, "config", None)
     values = asdict(config) if is_dataclass(config) and not isinstance(config, type) else {}
     name = str(given) if isinstance(given, (str, Path)) else type(draft).__name__
@@ -45,12 +44,6 @@ def draft_record(given: str | Path | Draft, draft: Draft) -> dict[str, Any]:
 
 def _is_method(given: str | Path) -> bool:
     return str(given) in registry.kinds() and not Path(given).is_dir()
-
-
-def file_hash(path: Path) -> str:
-    """SHA-256 of a file, read in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def circumstances() -> dict[str, Any]:

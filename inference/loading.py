@@ -33,7 +33,7 @@ def load(
         dtype: of the base model, see `load_target`; the heads follow it.
         device: where to put the base model.
         revision: Hub revision of the heads.
-        token: Hub token.
+        token: Hub token, for the heads and for the base model.
         nodes: see `patch`.
         **kwargs: passed to `AutoModelForCausalLM.from_pretrained`.
 
@@ -46,5 +46,5 @@ def load(
     if not source:
         raise CheckpointError(f"{folder} names no base model; give one (base=..., or --target)")
     base_revision = None if base else config.get("base_revision")
-    model, tokenizer = load_target(source, dtype=dtype, device=device, revision=base_revision, **kwargs)
+    model, tokenizer = load_target(source, dtype=dtype, device=device, revision=base_revision, token=token, **kwargs)
     return patch(model, folder, nodes=nodes), tokenizer

@@ -25,6 +25,8 @@ from selfspec.selfcheck import CHECKED_BY_TESTS, check_passes
 from selfspec.target import Target
 
 _HANDLE = "speculation"
+KEPT = "selfspec_heads"
+"""Where a model keeps heads that were named in a call of `generate`."""
 _HANDLED_KWARGS = {
     "attention_mask",
     "position_ids",
@@ -71,10 +73,40 @@ def patch(
         CheckpointError: the heads are damaged or of another base model.
         ConfigError: no such method or accept rule, or a method that needs training.
     """
+    wrapper, model = model, _unwrapped(model)
+    made = prepared(
+        model,
+        draft,
+        nodes=nodes,
+        accept=accept,
+        revision=revision,
+        token=token,
+        check_base=check_base,
+        self_check=self_check,
+    )
+    unpatch(model)
+    made.speculation.replaced = vars(model).get("generate")
+    model.__dict__[_HANDLE] = made.speculation
+    model.__dict__["generate"] = made
+    return wrapper
+
+
+def prepared(
+    model: PreTrainedModel,
+    draft: DraftLike,
+    *,
+    nodes: int | None = None,
+    accept: str | AcceptRule = LOSSLESS,
+    revision: str | None = None,
+    token: str | None = None,
+    check_base: bool = True,
+    self_check: bool | None = None,
+) -> PreparedGenerate:
+    """A speculative `generate` for a model whose own one stays in place; arguments and errors are those of `patch`."""
     rule = AcceptRule(accept) if isinstance(accept, str) else accept
     if nodes is not None and nodes < 1:
         raise ConfigError(f"nodes={nodes} leaves no room for the root; give at least 1")
-    wrapper, model = model, _unwrapped(model)
+    model = _unwrapped(model)
     target = Target(model)
     try:
         if self_check or (self_check is None and target.model_type not in CHECKED_BY_TESTS):
@@ -83,15 +115,11 @@ def patch(
     except Exception:
         target.release()
         raise
-    unpatch(model)
-    speculation.replaced = vars(model).get("generate")
-    model.__dict__[_HANDLE] = speculation
-    model.__dict__["generate"] = _Generate(model, speculation)
-    return wrapper
+    return PreparedGenerate(model, speculation)
 
 
 def unpatch(model: PreTrainedModel) -> PreTrainedModel:
-    """Leave the model as `patch` found it. Does nothing to a model that is not patched."""
+    """Leave the model as `patch` found it, and let go of heads that it keeps. Otherwise does nothing."""
     inner = _unwrapped(model)
     speculation = inner.__dict__.pop(_HANDLE, None)
     if speculation is not None:
@@ -99,6 +127,8 @@ def unpatch(model: PreTrainedModel) -> PreTrainedModel:
         if speculation.replaced is not None:
             inner.__dict__["generate"] = speculation.replaced
         speculation.target.release()
+    for made in inner.__dict__.pop(KEPT, {}).values():
+        made.speculation.target.release()
     return model
 
 
@@ -125,7 +155,7 @@ def _unwrapped(model: Any) -> PreTrainedModel:
     return inner
 
 
-class _Generate:
+class PreparedGenerate:
     """`generate` of a patched model. An object and not a closure, so that a copy of the model speaks for itself."""
 
     def __init__(self, model: PreTrainedModel, speculation: Speculation) -> None:

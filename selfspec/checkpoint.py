@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import shutil
 import stat
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from selfspec import registry
 from selfspec._version import __version__
+from selfspec.allocation import AllocationLimit, TooLarge
 from selfspec.draft import Draft
 from selfspec.errors import CheckpointError, ConfigError
 from selfspec.fingerprint import fingerprint, matches
@@ -28,6 +30,7 @@ from selfspec.outputs import whole_file
 from selfspec.target import Target
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+_MOST_CONFIG = 16 << 20
 
 
 @contextmanager
@@ -112,9 +115,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise CheckpointError(f"{folder} holds no {CONFIG}; give a folder written by `selfspec train`")
+    if path.stat().st_size > _MOST_CONFIG:
+        raise CheckpointError(f"{path} has {path.stat().st_size} bytes; the config of a head is not that long")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); restore it from a backup or train again") from error
     if not isinstance(values, dict) or not isinstance(values.get("kind"), str):
         raise CheckpointError(
@@ -175,7 +180,7 @@ def load_draft(
     if not issubclass(cls, DraftHead):
         made: Draft = cls.from_target(config, target)
         return made
-    head: DraftHead = cls(config, target)
+    head = _built(cls, config, target, folder / WEIGHTS)
     _fill(head, folder / WEIGHTS)
     head.to(device=target.device, dtype=dtype or target.dtype)
     return head.eval()
@@ -211,9 +216,38 @@ def heads_folder(
         ) from error
 
 
-def _fill(head: DraftHead, path: Path) -> None:
+def _built(cls: type[DraftHead], config: HeadConfig, target: Target, weights: Path) -> DraftHead:
+    """The head of a config, which may not allocate much more than the weights file and the target's output head."""
+    stored = sum(math.prod(shape) for shape in tensor_shapes(weights).values())
+    limit = 4 * stored + 8 * target.vocab_size * target.hidden_size + (1 << 22)
+    try:
+        with AllocationLimit(limit):
+            return cls(config, target)
+    except ConfigError as error:
+        raise CheckpointError(f"{weights.parent / CONFIG}: {error}") from error
+    except (TooLarge, OverflowError, TypeError, ZeroDivisionError) as error:
+        reason = "asks for far more weights than that" if isinstance(error, TooLarge) else f"cannot be built ({error})"
+        raise CheckpointError(
+            f"{weights} holds {stored} numbers, its {CONFIG} {reason}; the two do not belong together"
+        ) from error
+
+
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of a safetensors file, from its header, which must fit the file's size.
+
+    Raises:
+        CheckpointError: it is missing, damaged or cut off.
+    """
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; the heads' weights belong there")
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged or cut off ({error}); copy or download it again") from error
+
+
+def _fill(head: DraftHead, path: Path) -> None:
     wanted = head.state_dict()
     try:
         with safe_open(str(path), framework="pt") as file:

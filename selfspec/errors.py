@@ -31,3 +31,7 @@ class DataError(SelfspecError, ValueError):
 
 class TrainingError(SelfspecError, RuntimeError):
     """Training cannot go on: a loss that is not a number, processes that do not see each other."""
+
+
+class HubError(SelfspecError, RuntimeError):
+    """The Hub refused, or could not be reached."""

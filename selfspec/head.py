@@ -5,16 +5,19 @@ Letters: B rows, T places, D hidden size, Q draft vocabulary, V target vocabular
 
 from __future__ import annotations
 
+import tempfile
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from selfspec.draft import Budget, DraftState, Needs, Sampling, Verified
-from selfspec.errors import ConfigError
+from selfspec.errors import CheckpointError, ConfigError
 from selfspec.output_head import FewRowsHead
 from selfspec.target import Target
 from selfspec.tree import DraftTree
@@ -217,6 +220,60 @@ class DraftHead(nn.Module, ABC):
         head = cls(config, target).to(torch.float32)
         head.reset_parameters(generator)
         return head.to(target.device)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        target: Target | PreTrainedModel,
+        *,
+        revision: str | None = None,
+        token: str | None = None,
+        dtype: torch.dtype | None = None,
+        check_base: bool = True,
+    ) -> Self:
+        """Trained heads from a folder or the Hub; arguments and errors are those of `selfspec.checkpoint.load_head`.
+
+        Args:
+            name_or_path: folder or repository id.
+            target: the base model they were made for.
+            revision: commit, branch or tag.
+            token: Hub token.
+            dtype: of the weights; the target's by default.
+            check_base: compare fingerprints of base models.
+
+        Raises:
+            CheckpointError: see `load_head`; also heads of another method than this class.
+        """
+        from selfspec.checkpoint import load_head
+
+        door = target if isinstance(target, Target) else Target(target)
+        head = load_head(name_or_path, door, revision=revision, token=token, dtype=dtype, check_base=check_base)
+        if not isinstance(head, cls):
+            raise CheckpointError(f"{name_or_path} holds {head.kind!r} heads, not those of {cls.__name__}")
+        return head
+
+    def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> Path:
+        """Write the owned weights and the config; see `selfspec.checkpoint.save_head`."""
+        from selfspec.checkpoint import save_head
+
+        return save_head(self, folder, dtype)
+
+    def push_to_hub(self, repo: str, **options: Any) -> str | None:
+        """Publish these heads, without figures: those come with the folder that `selfspec push` takes.
+
+        Args:
+            repo: `owner/name`.
+            **options: `private` (the default), `revision`, `token`, `message`, `facts`: see `selfspec.hub.push`.
+
+        Returns:
+            The address of the commit.
+        """
+        from selfspec.hub import push
+
+        with tempfile.TemporaryDirectory(prefix="selfspec-heads-") as folder:
+            self.save_pretrained(folder)
+            return push(folder, repo, **options)
 
     @property
     @abstractmethod

@@ -60,6 +60,7 @@ def load_target(
     dtype: str | torch.dtype = AUTO,
     device: str | torch.device = "cpu",
     revision: str | None = None,
+    token: str | None = None,
     **kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model in eval mode, and its tokenizer.
@@ -69,6 +70,7 @@ def load_target(
         dtype: of the weights; `auto` takes what the device is fast at, see `fast_dtype`.
         device: where to put it.
         revision: commit, branch or tag on the Hub.
+        token: Hub token.
         **kwargs: passed to `AutoModelForCausalLM.from_pretrained`.
 
     Raises:
@@ -79,8 +81,8 @@ def load_target(
     weights = as_dtype(dtype, device)
     source = str(demo_folder() if name == DEMO else name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=weights, revision=revision, **kwargs)
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, token=token)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=weights, revision=revision, token=token, **kwargs)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no causal model could be loaded from {source!r}: {str(error).splitlines()[0]}") from error
     if name == DEMO:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from selfspec._version import __version__
-from selfspec.cli import certify, demo, formats, measure, training, tune, use
+from selfspec.cli import certify, demo, formats, measure, publish, training, tune, use
 from selfspec.errors import SelfspecError
 
 DEBUG = "--debug"
@@ -31,6 +31,8 @@ for command in (
     use.generate,
     formats.import_,
     formats.export,
+    publish.card,
+    publish.push,
     use.info,
 ):
     app.command(name={"evaluate": "eval", "import_": "import"}.get(command.__name__, command.__name__))(command)
