@@ -52,15 +52,18 @@ def stable_fraction(key: str) -> float:
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "big") / 2**48
 
 
-def in_split(key: str, split: str) -> bool:
+def in_split(key: str, split: str, seed: int = 0) -> bool:
     """Whether what is called `key` belongs to `train`, `held-out` or `all`. A tenth of all keys is held out.
+
+    Another seed holds out another tenth.
 
     Raises:
         ConfigError: no such split.
     """
     if split not in SPLITS:
         raise ConfigError(f"split {split!r} is unknown; use one of {', '.join(SPLITS)}")
-    return split == "all" or (stable_fraction(key) < _HELD_OUT) == (split == "held-out")
+    fraction = stable_fraction(f"{seed}:{key}" if seed else key)
+    return split == "all" or (fraction < _HELD_OUT) == (split == "held-out")
 
 
 def stdlib_files() -> list[tuple[str, Path]]:
