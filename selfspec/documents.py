@@ -130,9 +130,7 @@ def source_files(source: str) -> list[tuple[Path, str]]:
     return files
 
 
-def _documents(
-    rows: Iterator[tuple[str, Any]], source: str, choose: str, turn: int | None
-) -> Iterator[Document]:
+def _documents(rows: Iterator[tuple[str, Any]], source: str, choose: str, turn: int | None) -> Iterator[Document]:
     empty = True
     for where, values in rows:
         empty = False
@@ -155,7 +153,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow
+    import pyarrow  # type: ignore[import-untyped]
     from pyarrow import parquet
 
     try:
@@ -177,7 +175,7 @@ def _dataset_rows(source: str) -> Iterator[tuple[str, Any]]:
     name, _, query = source.removeprefix(DATASET).partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
     if not name or set(options) - {"config", "split", "revision"}:
-        raise DataError(f"{source!r}: wanted dataset:ID?config=..&split=..&revision=.. (all but the id may be left out)")
+        raise DataError(f"{source!r}: wanted dataset:ID?config=..&split=..&revision=.. (the id is enough)")
     for number, values in enumerate(_load_dataset(source, name, options), 1):
         yield f"{source}:{number}", values
 

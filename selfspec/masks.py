@@ -6,6 +6,8 @@ Letters: B rows, N tree nodes (or tokens in a line), S visible slots.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -84,6 +86,14 @@ def continuing(tokens: int, slots: Slots, window: int | None) -> Tensor:
     slot = torch.arange(first, end, device=place.device)
     seen = slot <= place
     return seen if window is None else seen & _reaches(place, slot, window)
+
+
+def block_diagonal(counts: Sequence[int], window: int | None, device: torch.device) -> Tensor:
+    """`[1, P, P]` bool: what tokens of independent texts that follow each other in one row attend to."""
+    block = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(device)
+    place = torch.cat([torch.arange(count) for count in counts]).to(device)
+    seen = (block.unsqueeze(1) == block) & (place.unsqueeze(1) >= place)
+    return (seen if window is None else seen & _reaches(place.unsqueeze(1), place, window)).unsqueeze(0)
 
 
 def as_attention_mask(seen: Tensor, attention: str, dtype: torch.dtype) -> Tensor:

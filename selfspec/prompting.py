@@ -66,11 +66,8 @@ def render_chat(
     """
     call: Any = tokenizer
     given = [dict(message) for message in messages]
-    return str(
-        call.apply_chat_template(
-            given, tokenize=False, add_generation_prompt=ask, tools=list(tools) or None, **(options or {})
-        )
-    )
+    wanted = {"tokenize": False, "add_generation_prompt": ask, "tools": list(tools) or None, **(options or {})}
+    return str(call.apply_chat_template(given, **wanted))
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:

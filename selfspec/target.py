@@ -5,7 +5,7 @@ Letters: B rows, P prompt tokens, N tree nodes, V vocabulary, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from selfspec.cache import SlotCache, Slots
 from selfspec.draft import Needs
 from selfspec.draft_pass import DraftPasses, resume
 from selfspec.errors import UnsupportedGeneration, UnsupportedModel
-from selfspec.masks import as_attention_mask, continuing, tree_positions, visible, visible_again
+from selfspec.masks import as_attention_mask, block_diagonal, continuing, tree_positions, visible, visible_again
 from selfspec.output_head import FewRowsHead
 from selfspec.support import refuse_unsupported, takes_positions, why_chain_only
 from selfspec.taps import Taps
@@ -234,16 +234,26 @@ class Target(TargetParts):
         hooked = any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in (head, self.model))
         return type(head) is nn.Linear and not hooked
 
-    def features(self, tokens: Tensor, attention_mask: Tensor | None, needs: Needs) -> TargetOutput:
+    def features(
+        self, tokens: Tensor, attention_mask: Tensor | None, needs: Needs, blocks: Sequence[int] | None = None
+    ) -> TargetOutput:
         """Hidden states of whole sequences, without cache and without logits: what heads are trained on.
 
         Args:
             tokens: `[B, P]` int64, padded on the right.
             attention_mask: `[B, P]`, 1 for real tokens; None when all are.
             needs: which hidden states to return.
+            blocks: lengths of independent texts that follow each other in one row of tokens; they do not see each
+                other, and each begins at position 0. Not for targets that are `chain_only`.
         """
+        options: dict[str, Any] = {"attention_mask": attention_mask}
+        if blocks is not None:
+            options["attention_mask"] = self._masks(lambda window: block_diagonal(blocks, window, tokens.device))
+            options["position_ids"] = (
+                torch.cat([torch.arange(count) for count in blocks]).to(tokens.device).unsqueeze(0)
+            )
         with self._taps.listen(needs) as tap, torch.no_grad():
-            hidden = self._last_hidden(tokens, attention_mask=attention_mask, use_cache=False)
+            hidden = self._last_hidden(tokens, use_cache=False, **options)
         return TargetOutput(
             tokens.new_empty(0), hidden if needs.hidden else None, tuple(tap.layers[k] for k in needs.layers)
         )

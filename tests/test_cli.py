@@ -231,7 +231,7 @@ def test_config_of_heads_that_is_not_json(run: Run, copy: Path) -> None:
 def test_empty_prompt(run: Run, model: Path, tmp_path: Path) -> None:
     refused(run("generate", "", "--target", model), "empty")
     prompts = write_lines(tmp_path / "p.jsonl", {"prompt": ""})
-    refused(run("bench", "--target", model, "--prompts", prompts), "p.jsonl, line 1", "empty")
+    refused(run("bench", "--target", model, "--prompts", prompts), "p.jsonl:1", "empty")
 
 
 def test_prompt_longer_than_the_model_takes(run: Run, model: Path, tmp_path: Path) -> None:

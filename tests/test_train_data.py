@@ -11,14 +11,17 @@ import tiny
 import torch
 from train_tools import CHAT, TAGGED_CHAT, tokenizer
 
+from selfspec.documents import Document
 from selfspec.draft import Needs
 from selfspec.errors import ConfigError, DataError
+from selfspec.train import answer as answer_module
 from selfspec.train import distill as distill_module
+from selfspec.train.chat import ChatFormat
 from selfspec.train.corpus import in_split, stdlib_files, stdlib_snippets, stdlib_sources
 from selfspec.train.data import IGNORED, TokenBatches, TrainingRows, collate, to_verified
 from selfspec.train.distill import DistillConfig, distill
-from selfspec.train.prompts import Document, encode_prompt, encode_text, prefix_ids, read_documents
-from selfspec.train.shards import load_counts, load_shards
+from selfspec.train.prompts import encode_prompt, encode_text, prefix_ids, read_documents
+from selfspec.train.shards import StoredText, load_counts, load_shards
 from selfspec.train.write import Picking, pick, write
 
 torch.set_num_threads(1)
@@ -27,6 +30,14 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="module")
 def target() -> Any:
     return tiny.selfspec_target("llama")
+
+
+def lists(text: StoredText) -> list[dict[str, list[Any]]]:
+    return [{name: values.tolist() for name, values in text[place].items()} for place in range(len(text))]
+
+
+def ids_of(text: StoredText) -> list[list[int]]:
+    return [row["input_ids"] for row in lists(text)]
 
 
 @pytest.fixture
@@ -64,7 +75,7 @@ def test_missing_and_empty_sources(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no files"):
         list(read_documents(str(tmp_path / "nothing")))
     (tmp_path / "a.jsonl").write_text("\n")
-    with pytest.raises(DataError, match="no lines"):
+    with pytest.raises(DataError, match="no records"):
         list(read_documents(str(tmp_path / "a.jsonl")))
 
 
@@ -86,9 +97,9 @@ def test_turns_need_a_template(tmp_path: Path) -> None:
     path.write_text('{"turns": ["t5 t6", "t7"]}\n')
     (first,), (second,) = (list(read_documents(str(path), turn=turn)) for turn in (0, 1))
     with pytest.raises(DataError, match="no chat template"):
-        encode_prompt(first, tokenizer())
-    assert tokenizer().decode(encode_prompt(first, tokenizer(CHAT))) == "<bos> user t5 t6 bot"
-    assert tokenizer().decode(encode_prompt(second, tokenizer(CHAT))) == "<bos> user t7 bot"
+        encode_prompt(first, ChatFormat(tokenizer()))
+    assert tokenizer().decode(encode_prompt(first, ChatFormat(tokenizer(CHAT)))) == "<bos> user t5 t6 bot"
+    assert tokenizer().decode(encode_prompt(second, ChatFormat(tokenizer(CHAT)))) == "<bos> user t7 bot"
     with pytest.raises(DataError, match="place 2"):
         list(read_documents(str(path), turn=2))
 
@@ -108,16 +119,16 @@ def test_answer_mask_equals_the_tagged_one() -> None:
     wanted = [bool(flag) for flag in tagged["assistant_masks"]]
     assert any(wanted) and not all(wanted)
     for template in (CHAT, TAGGED_CHAT):
-        encoded = encode_text(document, tokenizer(template))
+        (encoded,) = encode_text(document, ChatFormat(tokenizer(template)))
         assert encoded.ids == tagged["input_ids"]
         assert encoded.learn == wanted
 
 
 def test_conversation_without_answer() -> None:
     with pytest.raises(DataError, match="no assistant message"):
-        encode_text(conversation("t5"), tokenizer(CHAT))
+        encode_text(conversation("t5"), ChatFormat(tokenizer(CHAT)))
     with pytest.raises(DataError, match="is a prompt"):
-        encode_text(Document("in:1", "prompt", "t5"), tokenizer())
+        encode_text(Document("in:1", "prompt", "t5"), ChatFormat(tokenizer()))
 
 
 def test_prefix_is_the_beginning_token() -> None:
@@ -168,14 +179,14 @@ def test_label_stores_what_the_target_thinks(target: Any, text_file: str, tmp_pa
     config = label(source=text_file, predictions=True, hidden=True, layers=[1])
     manifest = distill(target, tokenizer(), config, tmp_path / "out", progress=False)
     data = load_shards(tmp_path / "out")
-    assert manifest["tokens"] == sum(map(len, data["input_ids"])) <= 200
-    assert manifest["complete"] and len(list((tmp_path / "out").glob("shard-*"))) > 2
+    assert manifest["tokens"] == sum(map(len, ids_of(data))) <= 200
+    assert manifest["complete"] and len(list((tmp_path / "out").glob("shard-*.safetensors"))) > 2
     rows = TrainingRows([(data, 1.0)], Needs(True, (1,)), tiny.HIDDEN)
     for place in range(len(rows)):
-        ids = torch.tensor(data[place]["input_ids"])
-        assert len(ids) <= 16 and ids[0] == 1 and data[place]["learn"] == [False] + [True] * (len(ids) - 1)
+        ids = data[place]["input_ids"].long()
+        assert len(ids) <= 16 and ids[0] == 1 and data[place]["learn"].tolist() == [False] + [True] * (len(ids) - 1)
         logits = target.model(ids[None]).logits[0]
-        assert torch.tensor(data[place]["predictions"]).equal(logits.argmax(-1))
+        assert data[place]["predictions"].long().equal(logits.argmax(-1))
         truth = target.features(ids[None], None, Needs(True, (1,)))
         assert torch.allclose(rows[place]["hidden"].float(), truth.hidden[0], rtol=1e-2, atol=1e-2)
         assert torch.allclose(rows[place]["layer_1"].float(), truth.layers[0][0], rtol=1e-2, atol=1e-2)
@@ -188,7 +199,7 @@ def test_rows_never_cross_documents(target: Any, text_file: str, tmp_path: Path)
     distill(target, tokenizer(), label(source=text_file, max_tokens=10_000), tmp_path / "out", progress=False)
     words = tokenizer()
     documents = [" " + document.text + " " for document in read_documents(text_file)]
-    for ids in load_shards(tmp_path / "out")["input_ids"]:
+    for ids in ids_of(load_shards(tmp_path / "out")):
         assert any(f" {words.decode(ids[1:])} " in document for document in documents)
 
 
@@ -200,35 +211,38 @@ def test_length_limit_keeps_ids_and_mask_together(target: Any, tmp_path: Path) -
     for template in (CHAT, TAGGED_CHAT):
         out = tmp_path / str(len(template))
         manifest = distill(target, tokenizer(template), label(source=str(path), length=8), out, progress=False)
-        (row,) = list(load_shards(out))
+        text = load_shards(out)
+        assert len(text) == 1
+        row = text[0]
         assert len(row["input_ids"]) == len(row["learn"]) == 8
-        assert row["learn"] == [False] * 4 + [True] * 4
+        assert row["learn"].tolist() == [False] * 4 + [True] * 4
         assert manifest["dropped_rows"] == 1
 
 
 def test_killed_run_goes_on(target: Any, text_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = label(source=text_file, predictions=True, hidden=True)
     distill(target, tokenizer(), config, tmp_path / "whole", progress=False)
-    honest, calls = distill_module._store, []
+    honest, calls = distill_module.stored, []
 
-    def dies(*args: Any) -> None:
+    def dies(*args: Any) -> Any:
         calls.append(1)
-        if len(calls) == 3:
+        if len(calls) == 6:
             raise KeyboardInterrupt
-        honest(*args)
+        return honest(*args)
 
-    monkeypatch.setattr(distill_module, "_store", dies)
+    monkeypatch.setattr(distill_module, "stored", dies)
     with pytest.raises(KeyboardInterrupt):
         distill(target, tokenizer(), config, tmp_path / "killed", progress=False)
     with pytest.raises(DataError, match="not finished"):
         load_shards(tmp_path / "killed")
-    first = tmp_path / "killed" / "shard-00000"
+    first = tmp_path / "killed" / "shard-00000.safetensors"
     written = first.stat().st_mtime_ns
-    (tmp_path / "killed" / ".shard-00001-left").mkdir()
+    (tmp_path / "killed" / ".ab-shard-00001.safetensors").touch()
     distill(target, tokenizer(), config, tmp_path / "killed", progress=False)
     assert first.stat().st_mtime_ns == written
-    assert list(load_shards(tmp_path / "killed")) == list(load_shards(tmp_path / "whole"))
-    assert not list((tmp_path / "killed").glob(".shard*"))
+    for name in ("shard-00000.safetensors", "shard-00001.safetensors", "counts.safetensors"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert not list((tmp_path / "killed").glob(".*shard*"))
 
 
 def test_other_settings_are_refused(target: Any, text_file: str, tmp_path: Path) -> None:
@@ -331,11 +345,11 @@ def written(tmp_path: Path, **options: Any) -> DistillConfig:
 def test_write_is_seeded_and_resumable(target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = written(tmp_path)
     distill(target, tokenizer(), config, tmp_path / "a", progress=False)
-    data = list(load_shards(tmp_path / "a"))
+    data = lists(load_shards(tmp_path / "a"))
     assert all(len(r["input_ids"]) == len(r["learn"]) and not r["learn"][0] and r["learn"][-1] for r in data)
     distill(target, tokenizer(), written(tmp_path, seed=1), tmp_path / "b", progress=False)
-    assert data != list(load_shards(tmp_path / "b"))
-    honest, calls = distill_module.write, []
+    assert data != lists(load_shards(tmp_path / "b"))
+    honest, calls = answer_module.write, []
 
     def dies(*args: Any) -> Any:
         calls.append(1)
@@ -343,17 +357,17 @@ def test_write_is_seeded_and_resumable(target: Any, tmp_path: Path, monkeypatch:
             raise KeyboardInterrupt
         return honest(*args)
 
-    monkeypatch.setattr(distill_module, "write", dies)
+    monkeypatch.setattr(answer_module, "write", dies)
     with pytest.raises(KeyboardInterrupt):
         distill(target, tokenizer(), config, tmp_path / "c", progress=False)
     distill(target, tokenizer(), config, tmp_path / "c", progress=False)
-    assert data == list(load_shards(tmp_path / "c"))
+    assert data == lists(load_shards(tmp_path / "c"))
 
 
 def test_write_from_nothing(target: Any, tmp_path: Path) -> None:
     config = written(tmp_path, source="", max_tokens=50, max_new_tokens=9)
     distill(target, tokenizer(), config, tmp_path / "out", progress=False)
-    rows = load_shards(tmp_path / "out")["input_ids"]
+    rows = ids_of(load_shards(tmp_path / "out"))
     assert len(rows) == 5 and all(row[0] == 1 for row in rows) and len({tuple(row) for row in rows}) == 5
 
 
@@ -377,7 +391,7 @@ def test_stored_and_online_features_agree(target: Any, text_file: str, tmp_path:
     distill(target, tokenizer(), label(source=text_file, hidden=True, layers=[0, 2]), tmp_path / "out", progress=False)
     data = load_shards(tmp_path / "out")
     stored = TrainingRows([(data, 1.0)], needs, tiny.HIDDEN)
-    online = TrainingRows([(data.remove_columns("hidden"), 1.0)], needs, tiny.HIDDEN)
+    online = TrainingRows([(StoredText(tmp_path / "out", ["hidden"]), 1.0)], needs, tiny.HIDDEN)
     assert not online.columns
     one, other = (to_verified(collate([rows[i] for i in range(4)]), needs, target) for rows in (stored, online))
     real = torch.arange(one.tokens.shape[1]) < one.counts[:, None]

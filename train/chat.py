@@ -8,6 +8,7 @@ follow (most strip earlier thinking) give one row per answer, each as the target
 from __future__ import annotations
 
 import datetime
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from selfspec.prompting import render_chat
 
 ANSWERS = ("each", "last")
 
+_CLOCK = re.compile(r"strftime_now\(\s*['\"]([^'\"]*)['\"]")
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SHOWN = 24
 
@@ -66,8 +68,18 @@ class ChatFormat:
             raise DataError(f"{document.name}: the chat template refuses the conversation: {error}") from error
 
     def _all_options(self, document: Document) -> dict[str, Any]:
+        return {"chat_template": self._template(document), **self.options, **document.options}
+
+    def _template(self, document: Document) -> str:
+        """The chat template, with its clock stopped."""
+        call: Any = self.tokenizer
+        template = str(call.get_chat_template(None, list(document.tools) or None))
+        formats = set(_CLOCK.findall(template))
+        if not formats:
+            return template
         day = datetime.date.fromisoformat(self.today)
-        return {"strftime_now": day.strftime, **self.options, **document.options}
+        table = json.dumps({form: day.strftime(form) for form in sorted(formats)})
+        return "{%- macro strftime_now(format) -%}{{- " + table + "[format] -}}{%- endmacro -%}" + template
 
     def prompt(self, document: Document, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids that ask for the answer after these messages."""
@@ -76,8 +88,7 @@ class ChatFormat:
 
     def marks(self, document: Document, messages: Sequence[Mapping[str, Any]]) -> list[bool] | None:
         """What the template itself marks as answers, per token; None if it marks nothing."""
-        template: Any = self.tokenizer.chat_template
-        if not isinstance(template, str) or not _TAG.search(template):
+        if not _TAG.search(self._template(document)):
             return None
         call: Any = self.tokenizer
         found = call.apply_chat_template(

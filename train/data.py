@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset as TorchDataset
@@ -20,6 +19,8 @@ from torch.utils.data import Sampler
 from selfspec.draft import Needs, Verified
 from selfspec.errors import ConfigError, DataError
 from selfspec.target import Target
+from selfspec.train.packing import packed_features
+from selfspec.train.shards import StoredText
 
 IGNORED = -100
 _BUCKET = 32
@@ -34,22 +35,27 @@ class TrainingRows(TorchDataset[dict[str, Tensor]]):
     """Rows of several datasets in one, each repeated by its weight.
 
     Args:
-        parts: datasets as `load_shards` gives them, and how often each row is used per epoch.
+        parts: text as `load_shards` gives it, and how often each row is used per epoch.
         needs: features to read, if every part has them.
         hidden_size: D.
+
+    Raises:
+        DataError: no rows, or features of another size.
     """
 
-    def __init__(self, parts: Sequence[tuple[Dataset, float]], needs: Needs, hidden_size: int) -> None:
+    def __init__(self, parts: Sequence[tuple[StoredText, float]], needs: Needs, hidden_size: int) -> None:
         self.columns = feature_columns(needs)
-        if not all(set(self.columns) <= set(data.column_names) for data, _ in parts):
+        if not all(set(self.columns) <= set(text.columns) for text, _ in parts):
             self.columns = []
-        self.parts = [data.select_columns(["input_ids", "learn", *self.columns]) for data, _ in parts]
-        self.hidden_size = hidden_size
-        self.index = [(p, row) for p, (data, weight) in enumerate(parts) for row in _repeated(len(data), weight)]
+        for text, _ in parts:
+            wrong = {name: text.widths[name] for name in self.columns if text.widths[name] != hidden_size}
+            if wrong:
+                raise DataError(f"{text.folder} holds features of the sizes {wrong}, the target has {hidden_size}")
+        self.parts = [text for text, _ in parts]
+        self.index = [(p, row) for p, (text, weight) in enumerate(parts) for row in _repeated(len(text), weight)]
         if not self.index:
             raise DataError("the training data is empty; raise max_tokens or the weights")
-        sizes = [_lengths(data) for data in self.parts]
-        self.lengths = [sizes[part][row] for part, row in self.index]
+        self.lengths = [self.parts[part].lengths[row] for part, row in self.index]
 
     def __len__(self) -> int:
         return len(self.index)
@@ -57,22 +63,13 @@ class TrainingRows(TorchDataset[dict[str, Tensor]]):
     def __getitem__(self, place: int) -> dict[str, Tensor]:
         """`input_ids` [n] int64, `learn` [n] bool, and features [n, D] bfloat16 under their column names."""
         part, row = self.index[place]
-        values = self.parts[part][row]
-        item = {"input_ids": torch.tensor(values["input_ids"]), "learn": torch.tensor(values["learn"])}
-        for name in self.columns:
-            raw = torch.frombuffer(bytearray(values[name]), dtype=torch.bfloat16)
-            item[name] = raw.view(-1, self.hidden_size)
-        return item
+        item = self.parts[part].row(row, ["input_ids", "learn", *self.columns])
+        return item | {"input_ids": item["input_ids"].long()}
 
 
 def _repeated(rows: int, weight: float) -> Iterator[int]:
     for place in range(round(rows * weight)):
         yield place % rows
-
-
-def _lengths(data: Dataset) -> list[int]:
-    ids = data.select_columns(["input_ids"])
-    return [len(row) for batch in ids.iter(1024) for row in batch["input_ids"]]
 
 
 def collate(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -97,12 +94,21 @@ def collate(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return batch
 
 
-def to_verified(batch: Mapping[str, Any], needs: Needs, target: Target) -> Verified:
-    """The record a head reads; features that the batch lacks come from a pass of the target, without gradient."""
+def to_verified(batch: Mapping[str, Any], needs: Needs, target: Target, pack: bool = False) -> Verified:
+    """The record a head reads; features that the batch lacks come from a pass of the target, without gradient.
+
+    With `pack` that pass reads the rows one after another in one, without padding between them.
+    """
     tokens, counts = batch["tokens"], batch["counts"]
     if all(name in batch for name in feature_columns(needs)):
         hidden = batch.get("hidden") if needs.hidden else None
         layers = tuple(batch[f"layer_{k}"] for k in needs.layers)
+    elif pack and not target.chain_only:
+        rows = [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
+        read = packed_features(target, rows, needs)
+        kept = [part.hidden[0] for part in read if part.hidden is not None]
+        hidden = pad_sequence(kept, batch_first=True) if kept else None
+        layers = tuple(pad_sequence([p.layers[k][0] for p in read], batch_first=True) for k in range(len(needs.layers)))
     else:
         real = torch.arange(tokens.shape[1], device=tokens.device) < counts.unsqueeze(1)
         output = target.features(tokens, None if bool(real.all()) else real.long(), needs)

@@ -10,7 +10,9 @@ from typing import Any
 from selfspec.documents import Document
 from selfspec.train.chat import ChatFormat
 
-_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)[^<]*<\|message\|>(.*?)(?=<\|(?:end|return|call|start|channel)\|>|$)", re.S)
+_CHANNEL = re.compile(
+    r"<\|channel\|>\s*(\w+)[^<]*<\|message\|>(.*?)(?=<\|(?:end|return|call|start|channel)\|>|$)", re.S
+)
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,7 @@ class Dialogue:
     def answers(self) -> int:
         """How many answers are due, more or less."""
         roles = [message["role"] for message in self.document.messages]
-        asked = sum(role == "user" and after != "user" for role, after in zip(roles, [*roles[1:], ""], strict=True))
-        between = sum(role == after == "user" for role, after in zip(roles, roles[1:], strict=False))
-        return max(asked + between, 1)
+        return max(roles.count("user"), 1)
 
 
 @dataclass

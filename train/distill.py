@@ -2,7 +2,8 @@
 
 `label` reads text in one parallel pass; `write` continues prompts token by token and costs about ten times as much per
 token. Both give rows of at most `length` tokens that never cross documents, each starting like a prompt (with the
-tokenizer's beginning-of-text token), and optionally what the target thought at each place.
+tokenizer's beginning-of-text token), and optionally what the target thought at each place. Any number of processes may
+work on one folder.
 """
 
 from __future__ import annotations
@@ -10,27 +11,35 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import sysconfig
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset, Features, List, Value
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.draft import Needs
+from selfspec.documents import DATASET, source_files
+from selfspec.draft import Draft, Needs
 from selfspec.errors import ConfigError, DataError
 from selfspec.fingerprint import fingerprint
+from selfspec.resolve import resolve_draft
 from selfspec.target import Target
-from selfspec.train.rows import Row, label_rows, prompt_rows
+from selfspec.train.answer import write_rows
+from selfspec.train.corpus import STDLIB
+from selfspec.train.features import stored, thoughts
+from selfspec.train.packing import packed_features
+from selfspec.train.rows import Plan, Row, plan_rows, planned_tokens
 from selfspec.train.settings import DistillConfig
-from selfspec.train.shards import ShardFolder
-from selfspec.train.write import Picking, write
+from selfspec.train.shards import MANIFEST, ShardFolder, read_manifest
+from selfspec.train.traffic import TRAFFIC
+from selfspec.train.write import batches, end_tokens
 
+_PAUSE = 0.5
 _log = logging.getLogger(__name__)
 
 
@@ -38,6 +47,8 @@ def distill(
     target: Target, tokenizer: PreTrainedTokenizerBase, config: DistillConfig, folder: str | Path, progress: bool = True
 ) -> dict[str, Any]:
     """Make a dataset, or go on with one that was begun with the same settings, or find it finished.
+
+    Processes that call this for one folder at the same time share the work; each returns when all of it is done.
 
     Args:
         target: the model that labels or writes.
@@ -54,40 +65,74 @@ def distill(
         DataError: bad or no input.
     """
     config.check()
-    rows, dropped = _plan(target, tokenizer, config)
-    shards = ShardFolder(folder, identity(target, tokenizer, config, rows))
-    total = sum(len(row.ids) + _room(row, config) for row in rows)
+    known, state = identity(target, tokenizer, config), source_state(config.source)
+    done = _finished(Path(folder), known, state)
+    if done is not None:
+        return done
+    plan = _plan(target, tokenizer, config)
+    shards = ShardFolder(folder, known | {"input": _input(plan.rows)})
+    parts = list(_in_shards(plan.rows, config))
+    draft = resolve_draft(config.draft, target) if config.draft and config.mode == "write" else None
+    total = sum(len(row.ids) + planned_tokens(row, config) for row in plan.rows)
     with tqdm(total=total, unit="tok", unit_scale=True, desc=config.mode, disable=not progress) as bar:
-        for index, part in enumerate(_in_shards(rows, config)):
-            if shards.has(index):
-                bar.update(shards.tokens(index))
-                bar.initial = bar.n  # tokens/s of this run only
-                continue
-            if config.mode == "write":
-                part = _written(target, tokenizer, config, part, bar)
-            shards.write(index, _dataset(_read(target, config, part, bar), config))
-    manifest = shards.finish(target.vocab_size, {"dropped_rows": dropped})
-    share = manifest["learned"] / max(manifest["tokens"], 1)
-    _log.info(
-        "%s: %d rows, %d tokens, %.0f%% of them to learn from", folder, len(rows), manifest["tokens"], 100 * share
-    )
+        _fill(shards, parts, bar, lambda part: _made(target, tokenizer, config, part, draft, bar))
+    manifest = shards.finish(len(parts), target.vocab_size, plan.notes() | {"seen": state})
+    _report(folder, manifest)
     return manifest
 
 
-def identity(
-    target: Target, tokenizer: PreTrainedTokenizerBase, config: DistillConfig, rows: Sequence[Row]
-) -> dict[str, Any]:
-    """Everything the content depends on."""
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(np.asarray(row.ids, dtype=np.int32).tobytes() + bytes(row.learn) + b"|")
+def _fill(shards: ShardFolder, parts: Sequence[list[Row]], bar: tqdm[Any], make: Any) -> None:
+    """Make what is missing; wait for what others are making, and take over what they leave behind."""
+    missing = list(range(len(parts)))
+    while missing:
+        made = False
+        for index in missing:
+            with shards.taken(index) as mine:
+                if mine:
+                    shards.write(index, *make(parts[index]))
+                    made = True
+            if shards.has(index) and not made:
+                bar.update(shards.tokens(index))
+                bar.initial = bar.n  # tokens/s of this process only
+        missing = [index for index in missing if not shards.has(index)]
+        if missing and not made:
+            time.sleep(_PAUSE)
+
+
+def _report(folder: str | Path, manifest: Mapping[str, Any]) -> None:
+    share = 100 * manifest["learned"] / max(manifest["tokens"], 1)
+    text = f"{folder}: {manifest['rows']} rows, {manifest['tokens']} tokens, {share:.0f}% of them to learn from"
+    for name, what in (
+        ("dropped_rows", "rows without anything to learn from, or without room, left out"),
+        ("cut_rows", f"rows cut at the longest length, {manifest.get('cut_tokens', 0)} tokens with them"),
+        ("cut_answers", "answers cut at max_new_tokens or at the longest length"),
+        ("unanswered", "answers not written, because their conversation was too long"),
+    ):
+        if manifest.get(name):
+            text += f"; {manifest[name]} {what}"
+    _log.info("%s", text)
+
+
+# What is made of what
+
+
+def identity(target: Target, tokenizer: PreTrainedTokenizerBase, config: DistillConfig) -> dict[str, Any]:
+    """Everything the content depends on, but for the input."""
     return {
         "target": fingerprint(target),
         "dtype": str(target.dtype).removeprefix("torch."),
         "tokenizer": tokenizer_hash(tokenizer),
-        "input": digest.hexdigest(),
         "settings": config.content(),
     }
+
+
+def _input(rows: Sequence[Row]) -> str:
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(np.asarray(row.ids, dtype=np.int32).tobytes() + bytes(row.learn) + b"|")
+        if row.dialogue is not None:
+            digest.update(row.dialogue.document.digest())
+    return digest.hexdigest()
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -97,23 +142,45 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 
-def _plan(target: Target, tokenizer: PreTrainedTokenizerBase, config: DistillConfig) -> tuple[list[Row], int]:
+def source_state(source: str) -> str | None:
+    """Changes when the source does: from names, sizes and times of files. None if that cannot be told."""
+    if source.startswith(DATASET):
+        folder = source.removeprefix(DATASET).partition("?")[0]
+        if not Path(folder).is_dir():
+            return source if "revision=" in source else None
+        source = folder
+    if not source:
+        return ""
+    files = source_files(sysconfig.get_paths()["stdlib"] if source == STDLIB else source.removeprefix(TRAFFIC))
+    facts = [(name, (found := path.stat()).st_size, found.st_mtime_ns) for path, name in files]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _finished(folder: Path, known: Mapping[str, Any], state: str | None) -> dict[str, Any] | None:
+    """The manifest of a folder that needs no second look: finished, of these settings, of a source as it is now."""
+    if state is None or not (folder / MANIFEST).is_file():
+        return None
+    manifest = read_manifest(folder)
+    there = {name: value for name, value in manifest["identity"].items() if name != "input"}
+    same = manifest["complete"] and manifest.get("seen") == state and there == json.loads(json.dumps(known))
+    return manifest if same else None
+
+
+def _plan(target: Target, tokenizer: PreTrainedTokenizerBase, config: DistillConfig) -> Plan:
     limit = target.max_positions
     if limit is not None and config.length > limit:
         raise ConfigError(f"length {config.length} is beyond the {limit} positions the target is made for")
-    rows, dropped = (prompt_rows if config.mode == "write" else label_rows)(tokenizer, config)
-    if not rows:
+    if config.pack and target.chain_only:
+        raise ConfigError(f"rows cannot be packed: {target.chain_only}; leave `pack` out")
+    plan = plan_rows(tokenizer, config, end_tokens(target, tokenizer))
+    if not plan.rows:
         raise DataError(
-            f"source {config.source!r}, split {config.split!r}: no usable rows ({dropped} were dropped); give more or "
-            "longer text (a tenth of the files, or of the lines of a .jsonl file, is held out of training)"
+            f"source {config.source!r}, split {config.split!r}: no usable rows ({plan.dropped} were dropped); give "
+            "more or longer text (a tenth of the files, or of the records of a file, is held out of training)"
         )
-    if dropped:
-        _log.warning("%s: %d rows without anything to learn from were dropped", config.source, dropped)
-    return rows, dropped
-
-
-def _room(row: Row, config: DistillConfig) -> int:
-    return min(config.max_new_tokens, config.length - len(row.ids)) if config.mode == "write" else 0
+    if plan.dropped:
+        _log.warning("%s: %d rows without anything to learn from were dropped", config.source, plan.dropped)
+    return plan
 
 
 def _in_shards(rows: Sequence[Row], config: DistillConfig) -> Iterator[list[Row]]:
@@ -121,7 +188,7 @@ def _in_shards(rows: Sequence[Row], config: DistillConfig) -> Iterator[list[Row]
     size = 0
     for row in rows:
         part.append(row)
-        size += len(row.ids) + _room(row, config)
+        size += len(row.ids) + planned_tokens(row, config)
         if size >= config.shard_tokens:
             yield part
             part, size = [], 0
@@ -129,92 +196,63 @@ def _in_shards(rows: Sequence[Row], config: DistillConfig) -> Iterator[list[Row]
         yield part
 
 
-def _batches(rows: Sequence[Row], most: int, by_rows: bool = False) -> Iterator[list[int]]:
-    """Indices of rows of like length, so that little is padding, with at most so many tokens (or rows) in a batch."""
-    batch: list[int] = []
-    for index in sorted(range(len(rows)), key=lambda i: len(rows[i].ids)):
-        if batch and (len(batch) + 1) * (1 if by_rows else len(rows[index].ids)) > most:
-            yield batch
-            batch = []
-        batch.append(index)
-    if batch:
-        yield batch
+# One shard
 
 
-def _written(
-    target: Target, tokenizer: PreTrainedTokenizerBase, config: DistillConfig, rows: list[Row], bar: tqdm[Any]
-) -> list[Row]:
-    picking = Picking(config.temperature, config.top_k, config.top_p)
-    ends = end_tokens(target, tokenizer)
-    result = list(rows)
-    for batch in _batches(rows, config.batch_rows, by_rows=True):
-        room = [_room(rows[i], config) for i in batch]
-        prompts, seeds = [rows[i].ids for i in batch], [rows[i].seed for i in batch]
-        for i, new in zip(batch, write(target, prompts, max(room), picking, seeds, ends), strict=True):
-            new = new[: _room(rows[i], config)]
-            result[i] = Row(rows[i].ids + new, rows[i].learn + [True] * len(new))
-            bar.update(len(result[i].ids))
-    return result
+def _made(
+    target: Target,
+    tokenizer: PreTrainedTokenizerBase,
+    config: DistillConfig,
+    rows: list[Row],
+    draft: Draft | None,
+    bar: tqdm[Any],
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    notes: dict[str, int] = {}
+    if config.mode == "write":
+        rows, notes = write_rows(target, config, rows, end_tokens(target, tokenizer), draft, bar.update)
+    else:
+        bar.update(sum(len(row.ids) for row in rows))
+    found = _read(target, config, rows)
+    tensors = {
+        "lengths": torch.tensor([len(row.ids) for row in rows], dtype=torch.int32),
+        "input_ids": torch.tensor([token for row in rows for token in row.ids], dtype=torch.int32),
+        "learn": torch.tensor([flag for row in rows for flag in row.learn]),
+    }
+    return tensors | {name: torch.cat([part[name] for part in found]) for name in found[0]}, notes
 
 
-def end_tokens(target: Target, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Ids that end a text: those of the model's generation config and the tokenizer's."""
-    config = getattr(target.model, "generation_config", None)
-    known = getattr(config, "eos_token_id", None)
-    ids = set(known if isinstance(known, (list, tuple)) else [known]) | {tokenizer.eos_token_id}
-    return tuple(sorted(i for i in ids if i is not None))
+def _read(target: Target, config: DistillConfig, rows: list[Row]) -> list[dict[str, Tensor]]:
+    """What the target thinks of each row, as it is stored."""
+    found: list[dict[str, Tensor]] = [{} for _ in rows]
+    think = config.predictions or config.top_logits > 0
+    needs = Needs(config.hidden or think, tuple(config.layers))
+    if not needs.hidden and not needs.layers:
+        return found
+    for batch in batches([len(row.ids) for row in rows], config.batch_tokens, padded=not config.pack):
+        for place, (hidden, layers) in zip(batch, _pass(target, config, [rows[i] for i in batch], needs), strict=True):
+            if think and hidden is not None:
+                known = thoughts(target, hidden, config.top_logits)
+                found[place] |= known if config.predictions else {k: v for k, v in known.items() if k != "predictions"}
+            if config.hidden and hidden is not None:
+                found[place] |= stored("hidden", hidden, config.feature_dtype)
+            for layer, values in zip(config.layers, layers, strict=True):
+                found[place] |= stored(f"layer_{layer}", values, config.feature_dtype)
+    return found
 
 
-def _read(target: Target, config: DistillConfig, rows: list[Row], bar: tqdm[Any]) -> list[Row]:
-    """The rows with what the target thinks of them (copies: the plan must not fill up with features)."""
-    if not (config.predictions or config.hidden or config.layers):
-        if config.mode == "label":
-            bar.update(sum(len(row.ids) for row in rows))
-        return rows
-    rows = [replace(row, features={}) for row in rows]
-    for batch in _batches(rows, config.batch_tokens):
-        part = [rows[i] for i in batch]
-        longest = max(len(row.ids) for row in part)
-        tokens = torch.tensor([row.ids + [0] * (longest - len(row.ids)) for row in part], device=target.device)
-        real = torch.tensor([[1] * len(row.ids) + [0] * (longest - len(row.ids)) for row in part], device=target.device)
-        needs = Needs(config.hidden or config.predictions, tuple(config.layers))
-        features = target.features(tokens, None if bool(real.all()) else real, needs)
-        _store(target, config, part, features.hidden, features.layers)
-        if config.mode == "label":
-            bar.update(sum(len(row.ids) for row in part))
-    return rows
-
-
-def _store(
-    target: Target, config: DistillConfig, rows: list[Row], hidden: Tensor | None, layers: tuple[Tensor, ...]
-) -> None:
+def _pass(
+    target: Target, config: DistillConfig, rows: list[Row], needs: Needs
+) -> Iterator[tuple[Tensor | None, list[Tensor]]]:
+    """Per row the last hidden state, if needed, and the tapped layers, `[T, D]` each."""
+    if config.pack:
+        for part in packed_features(target, [row.ids for row in rows], needs):
+            yield None if part.hidden is None else part.hidden[0], [layer[0] for layer in part.layers]
+        return
+    longest = max(len(row.ids) for row in rows)
+    tokens = torch.tensor([row.ids + [0] * (longest - len(row.ids)) for row in rows], device=target.device)
+    real = torch.tensor([[1] * len(row.ids) + [0] * (longest - len(row.ids)) for row in rows], device=target.device)
+    features = target.features(tokens, None if bool(real.all()) else real, needs)
     for place, row in enumerate(rows):
         count = len(row.ids)
-        if config.predictions and hidden is not None:
-            row.predictions = first_choices(target, hidden[place, :count]).tolist()
-        if config.hidden and hidden is not None:
-            row.features["hidden"] = as_bytes(hidden[place, :count])
-        for layer, values in zip(config.layers, layers, strict=True):
-            row.features[f"layer_{layer}"] = as_bytes(values[place, :count])
-
-
-def first_choices(target: Target, hidden: Tensor, chunk: int = 256) -> Tensor:
-    """The most likely next token at each place, `[T, D]` to `[T]` int64, without `[T, V]` in memory at once."""
-    head = target.model.get_output_embeddings()
-    with torch.no_grad():
-        return torch.cat([target.finish_logits(head(part)).argmax(-1) for part in hidden.split(chunk)])
-
-
-def as_bytes(values: Tensor) -> bytes:
-    """`[T, D]` as bfloat16 bytes."""
-    return values.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes()
-
-
-def _dataset(rows: list[Row], config: DistillConfig) -> Dataset:
-    columns: dict[str, list[Any]] = {"input_ids": [r.ids for r in rows], "learn": [r.learn for r in rows]}
-    kinds: dict[str, Any] = {"input_ids": List(Value("int32")), "learn": List(Value("bool"))}
-    if config.predictions:
-        columns["predictions"], kinds["predictions"] = [r.predictions for r in rows], List(Value("int32"))
-    for name in (["hidden"] if config.hidden else []) + [f"layer_{k}" for k in config.layers]:
-        columns[name], kinds[name] = [r.features[name] for r in rows], Value("large_binary")
-    return Dataset.from_dict(columns, features=Features(kinds))
+        hidden = None if features.hidden is None else features.hidden[place, :count]
+        yield hidden, [layer[place, :count] for layer in features.layers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +16,9 @@ from selfspec.inference.engine import decode
 from selfspec.inference.request import Request
 from selfspec.stats import Stats
 from selfspec.target import Target
-from selfspec.train.rows import prompt_rows
+from selfspec.train.rows import plan_rows
 from selfspec.train.settings import DistillConfig
+from selfspec.train.traffic import TRAFFIC
 
 if TYPE_CHECKING:
     from selfspec.train.recipe import Recipe
@@ -74,17 +76,19 @@ def held_out_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list
     pools = []
     for source in recipe.data:
         split = "held-out" if source.split == "train" else source.split
-        config = DistillConfig(
+        if source.source.startswith(TRAFFIC):
+            continue  # answered already
+        config = replace(
+            DistillConfig(**{f.name: getattr(source, f.name) for f in fields(DistillConfig)}),
             mode="write",
-            source=source.source,
             split=split,
-            turn=source.turn,
+            samples=1,
             length=max(source.length, recipe.evaluation.prompt_tokens + 1),
             prompt_tokens=recipe.evaluation.prompt_tokens,
             max_new_tokens=recipe.evaluation.max_new_tokens,
             max_tokens=wanted * (recipe.evaluation.prompt_tokens + recipe.evaluation.max_new_tokens),
         )
-        pools.append([row.ids for row in prompt_rows(tokenizer, config)[0]])
+        pools.append([row.ids for row in plan_rows(tokenizer, config).rows])
     turns = itertools.chain.from_iterable(itertools.zip_longest(*pools))
     distinct = {tuple(ids): None for ids in turns if ids is not None}
     return [list(ids) for ids in distinct][:wanted]

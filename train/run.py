@@ -30,13 +30,14 @@ from selfspec.models import load_target
 from selfspec.outputs import check_folder
 from selfspec.target import Target
 from selfspec.train.data import TrainingRows
-from selfspec.train.distill import distill, end_tokens, tokenizer_hash
+from selfspec.train.distill import distill, tokenizer_hash
 from selfspec.train.evaluate import evaluate, held_out_prompts
 from selfspec.train.recipe import Recipe, Source
 from selfspec.train.resume import CHECKPOINTS, RESULT, newest_checkpoint, open_output
 from selfspec.train.settings import DistillConfig
 from selfspec.train.shards import load_counts, load_shards, read_manifest
 from selfspec.train.trainer import HeadTrainer, training_arguments
+from selfspec.train.write import end_tokens
 from selfspec.vocab import most_frequent
 
 _log = logging.getLogger(__name__)
@@ -159,7 +160,7 @@ def _refuse_other_device(device: torch.device, state: PartialState) -> None:
 def make_data(
     recipe: Recipe, target: Target, tokenizer: PreTrainedTokenizerBase, head: DraftHead, progress: bool
 ) -> _Data:
-    """Make the training and held-out text that is not there yet. The first process works, the others wait."""
+    """Make the training and held-out text that is not there yet."""
     folder = Path(recipe.data_folder or Path(recipe.output) / "data")
     needs = head.needs
     made = _Data([], [])
@@ -187,10 +188,7 @@ def _make(
     content = [config.content(), fingerprint(target), str(target.dtype), tokenizer_hash(tokenizer)]
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
     path = folder / f"{config.mode}-{config.split}-{key}"
-    if PartialState().is_main_process:
-        distill(target, tokenizer, config, path, progress and not _complete(path))
-    while not _complete(path):
-        time.sleep(1)  # not a barrier: those time out
+    distill(target, tokenizer, config, path, progress and not _complete(path))  # processes share the work
     return path
 
 

@@ -112,7 +112,7 @@ class ShardFolder:
                 os.fsync(file.fileno())
 
     def finish(self, shards: int, vocab_size: int, notes: Mapping[str, Any]) -> dict[str, Any]:
-        """Count tokens, write the manifest's last form, and return it. The caller has seen that all shards are there."""
+        """Count tokens, write the manifest's last form, and return it. All shards must be there."""
         with FileLock(self.folder / ".open.lock"):
             return self._finish([StoredShard(self._shard(i)) for i in range(shards)], vocab_size, notes)
 
@@ -135,6 +135,8 @@ class ShardFolder:
         known = {"columns": columns, "shards": len(shards), "bytes": size}
         manifest = {"format": FORMAT, "complete": True, "identity": self.identity, **totals, **known, **notes}
         write_json(self.folder / MANIFEST, manifest)
+        for lock in self.folder.glob(".shard-*.lock"):
+            lock.unlink(missing_ok=True)
         return manifest
 
 
@@ -153,7 +155,9 @@ class StoredShard:
             file = self._opened()
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             self.notes = {str(k): int(v) for k, v in json.loads((file.metadata() or {}).get(_NOTES, "{}")).items()}
-            self._lengths = file.get_tensor("lengths").numpy() if len(shapes.get("lengths", ())) == 1 else np.array([-1])
+            self._lengths = (
+                file.get_tensor("lengths").numpy() if len(shapes.get("lengths", ())) == 1 else np.array([-1])
+            )
         except (SafetensorError, OSError, ValueError, AttributeError) as error:
             raise DataError(f"{path} is damaged or cut off ({error}); delete it, and run the command again") from error
         self.tokens = int(self._lengths.sum())

@@ -24,7 +24,9 @@ def traffic_rows(folder: str | Path, split: str = "all", split_seed: int = 0) ->
     """
     files = sorted(Path(folder).glob("traffic-*.jsonl"))
     if not files:
-        raise DataError(f"{folder} holds no traffic-*.jsonl; record some with patch(model, draft, record={str(folder)!r})")
+        raise DataError(
+            f"{folder} holds no traffic-*.jsonl; record some with patch(model, draft, record={str(folder)!r})"
+        )
     seen: set[bytes] = set()
     for path in files:
         with path.open("rb") as file:
@@ -33,7 +35,9 @@ def traffic_rows(folder: str | Path, split: str = "all", split_seed: int = 0) ->
                     continue
                 ids, prompt = _record(line, f"{path}:{number}")
                 key = hashlib.sha256(line).digest()
-                if key not in seen and in_split(hashlib.sha256(str(ids[:prompt]).encode()).hexdigest(), split, split_seed):
+                if key not in seen and in_split(
+                    hashlib.sha256(str(ids[:prompt]).encode()).hexdigest(), split, split_seed
+                ):
                     yield ids, prompt
                 seen.add(key)
 

@@ -1,17 +1,29 @@
-"""The target writes: one small batched loop for training text. Serving has the engine.
+"""The target writes: one small batched loop for training text, or the engine where there is a draft.
 
 Letters: B rows, P prompt tokens, V vocabulary, K candidates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import (
+    EosTokenCriteria,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from selfspec.draft import Needs
+from selfspec.draft import Draft, Needs
+from selfspec.inference.engine import decode
+from selfspec.inference.request import Request
 from selfspec.target import Target
 from selfspec.tree import DraftTree
 
@@ -78,6 +90,91 @@ def write(
             logits = target.verify(DraftTree.root_only(root), cache, Needs()).logits[:, -1]
             cache.commit([1] * len(rows))
     return written
+
+
+def write_drafted(
+    target: Target,
+    draft: Draft,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    picking: Picking,
+    seeds: Sequence[int],
+    ends: Sequence[int] = (),
+) -> list[list[int]]:
+    """As `write`, with guesses of a draft. Greedy text is the same; sampled text follows the same distribution.
+
+    Sampled rows are written one by one, so that their randomness is their own.
+    """
+    alone = picking.temperature > 0 or target.chain_only
+    size = 1 if alone else len(prompts)
+    written: list[list[int]] = []
+    for start in range(0, len(prompts), size):
+        part = prompts[start : start + size]
+        longest = max(map(len, part))
+        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in part], device=target.device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in part], device=target.device)
+        stopping = StoppingCriteriaList([MaxLengthCriteria(longest + max_new_tokens)])
+        if ends:
+            stopping.append(EosTokenCriteria(list(ends)))
+        request = Request(
+            ids,
+            mask,
+            _warpers(picking),
+            stopping,
+            do_sample=picking.temperature > 0,
+            temperature=picking.temperature or 1.0,
+            pad_token_id=0,
+            generator=torch.Generator(target.device).manual_seed(seeds[start]),
+        )
+        written += [_until_end(row, ends) for row in decode(target, draft, request).sequences[:, longest:].tolist()]
+    return written
+
+
+def _warpers(picking: Picking) -> LogitsProcessorList:
+    found = LogitsProcessorList()
+    if picking.temperature not in (0.0, 1.0):
+        found.append(TemperatureLogitsWarper(picking.temperature))
+    if picking.temperature and picking.top_k:
+        found.append(TopKLogitsWarper(picking.top_k))
+    if picking.temperature and picking.top_p < 1:
+        found.append(TopPLogitsWarper(picking.top_p))
+    return found
+
+
+def _until_end(row: list[int], ends: Sequence[int]) -> list[int]:
+    place = next((i for i, token in enumerate(row) if token in ends), len(row) - 1)
+    return row[: place + 1]
+
+
+def batches(lengths: Sequence[int], most: int, by_rows: bool = False, padded: bool = True) -> Iterator[list[int]]:
+    """Indices of rows of like length, with at most so many tokens (or rows) in a batch; one row may exceed it.
+
+    Args:
+        lengths: tokens of each row.
+        most: tokens per batch, or rows.
+        by_rows: count rows.
+        padded: count padding too.
+    """
+    batch: list[int] = []
+    total = 0
+    for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        size = lengths[index]
+        full = len(batch) + 1 if by_rows else (len(batch) + 1) * size if padded else total + size
+        if batch and full > most:
+            yield batch
+            batch, total = [], 0
+        batch.append(index)
+        total += size
+    if batch:
+        yield batch
+
+
+def end_tokens(target: Target, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids that end a text: those of the model's generation config and the tokenizer's."""
+    config = getattr(target.model, "generation_config", None)
+    known = getattr(config, "eos_token_id", None)
+    ids = set(known if isinstance(known, (list, tuple)) else [known]) | {tokenizer.eos_token_id}
+    return tuple(sorted(i for i in ids if i is not None))
 
 
 def pick(logits: Tensor, chances: Tensor, picking: Picking) -> Tensor:
