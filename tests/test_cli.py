@@ -242,7 +242,11 @@ def test_prompt_longer_than_the_model_takes(run: Run, model: Path, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [("{", ["line 1", "JSON"]), ("[1]", ["line 1", "object"]), ('{"question": "a"}', ["line 1", "prompt", "question"])],
+    [
+        ("{", ["p.jsonl:1", "JSON"]),
+        ("[1]", ["p.jsonl:1", "object"]),
+        ('{"question": "a"}', ["p.jsonl:1", "prompt", "question"]),
+    ],
 )
 def test_bad_prompts(run: Run, model: Path, tmp_path: Path, line: str, words: list[str]) -> None:
     (tmp_path / "p.jsonl").write_text(line + "\n")
