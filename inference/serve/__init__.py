@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server. Its modules need the `serve` extra and are imported by `selfspec serve` alone."""
