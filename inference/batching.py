@@ -106,17 +106,19 @@ class Row:
             return int(scores.argmax())
         return int(torch.multinomial(scores.softmax(-1), 1, generator=self.request.generator))
 
-    def commit(self, tokens: list[int], drafted: int, likely: list[Likely]) -> tuple[int, bool]:
-        """Take in the tokens of a round; how many count, and whether the row has ended."""
+    def commit(self, tokens: list[int]) -> str | None:
+        """Take in the tokens of a round up to the row's stop, behind which they are cut off; see `News.ended`."""
         keep, ended = self.stopper.cut(self.history, 0, tokens)
-        self.history.append(0, tokens[:keep])
-        reason = None
-        if ended:
-            reason = "stop" if tokens[keep - 1] in self.stopper.end_tokens else "length"
-        drafted = min(drafted, keep)
-        self.stats.new_tokens += keep
-        news = News(tokens[:keep], origins(drafted, keep), likely[:keep], reason)
-        return keep, self.listener.take(news) or ended
+        del tokens[keep:]
+        self.history.append(0, tokens)
+        if not ended:
+            return None
+        return "stop" if tokens[-1] in self.stopper.end_tokens else "length"
+
+    def tell(self, tokens: list[int], drafted: int, likely: list[Likely], ended: str | None) -> bool:
+        """Tell the listener of committed tokens, `drafted` of them guessed; whether the row is over."""
+        news = News(tokens, origins(drafted, len(tokens)), likely[: len(tokens)], ended)
+        return self.listener.take(news) or ended is not None
 
 
 class Plain:
@@ -280,18 +282,14 @@ class Batch:
         going, real, depth = [], tree.real().sum(1).tolist(), tree.depths()
         for b, (row, path, tokens) in enumerate(zip(self.rows, accepted.paths, accepted.tokens, strict=True)):
             likely = [] if row.top is None else _likely(out.logits[b, path], tokens, row.top)
-            keep, ended = row.commit(tokens, len(path) - 1, likely)
-            del tokens[keep:]
-            if first:
-                self.stats.new_tokens += 1
-            else:
-                drafted = min(len(path) - 1, keep)
-                self.stats.count_round(real[b] - 1, depth[b], drafted, keep)
-                row.stats.rounds += 1
-                row.stats.proposed += real[b] - 1
-                row.stats.accepted += drafted
-                row.stats.committed += keep
-            if not ended:
+            ended = row.commit(tokens)
+            drafted = min(len(path) - 1, len(tokens))
+            for stats in (self.stats, row.stats):
+                if first:
+                    stats.count_first()
+                else:
+                    stats.count_round(real[b] - 1, depth[b], drafted, len(tokens))
+            if not row.tell(list(tokens), drafted, likely, ended):
                 going.append(b)
         self.roots = [tokens[-1] for tokens in accepted.tokens]
         return going

@@ -59,10 +59,14 @@ class Stats:
             self.entered[d] += d <= accepted
             self.reached[d] += d < accepted
 
+    def count_first(self) -> None:
+        """Take in the first token of a row, which comes from the prefill."""
+        self.new_tokens += 1
+
     def count_plain(self, first: bool) -> None:
         """Take in one token of plain decoding; the first of a row comes from the prefill, not from a round."""
         if first:
-            self.new_tokens += 1
+            self.count_first()
         else:
             self.count_round(0, 0, 0, 1)
 

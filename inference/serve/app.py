@@ -223,7 +223,7 @@ async def _on_refused(request: Request, error: Exception) -> Response:
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
+    first = max(error.errors(), key=lambda found: len(found["loc"]))  # of a field of several types, the nearest miss
     place = [str(part) for part in first["loc"] if part != "body"]
     message = first["msg"].removeprefix("Value error, ")
     text = f"{'.'.join(place)}: {message}" if place and first["type"] != "json_invalid" else message

@@ -46,9 +46,10 @@ class Server(uvicorn.Server):
         self.grace = grace
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """See uvicorn; a second signal ends at once."""
+        """See uvicorn, which would end by raising the signal again; this ends with status 0. A second one hurries."""
         self.scheduler.close(0 if self.should_exit else self.grace)
-        super().handle_exit(sig, frame)
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
 
 def make_server(
