@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.draft import Budget, Draft, DraftState, Needs, Sampling, Verified
+from selfspec.draft import Budget, Draft, DraftState, Needs, Sampling, Verified, all_needs, only_needed
 from selfspec.errors import ConfigError
 from selfspec.heads.merging import Merged, merge
 from selfspec.target import Target
@@ -95,20 +95,11 @@ class Joint:
     @property
     def needs(self) -> Needs:
         """All that any part reads."""
-        needs = [part.needs for part in self.parts]
-        layers = tuple(sorted({layer for need in needs for layer in need.layers}))
-        return Needs(any(n.hidden for n in needs), layers, any(n.cache for n in needs))
+        return all_needs([part.needs for part in self.parts])
 
     def _view(self, part: int, verified: Verified, nodes: Tensor | None) -> Verified:
         """What one part asked for, and nothing else."""
-        wanted, given = self.parts[part].needs, self.needs.layers
-        return replace(
-            verified,
-            hidden=verified.hidden if wanted.hidden else None,
-            layers=tuple(verified.layers[given.index(layer)] for layer in wanted.layers),
-            nodes=nodes,
-            cache=verified.cache if wanted.cache else None,
-        )
+        return only_needed(verified, self.parts[part].needs, self.needs, nodes)
 
     def begin(self, verified: Verified) -> JointState:
         """Start every part on the prompt."""

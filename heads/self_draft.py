@@ -195,6 +195,7 @@ class SelfDraft(ABC):
         state.cache, state.root = verified.cache, verified.root
         if self.config.adaptive:
             self._adapt(state, verified.counts)
+        state.drafted = [0] * len(state.drafted)
         return state
 
     @torch.no_grad()

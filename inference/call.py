@@ -75,8 +75,11 @@ class Call:
         request = self._request(speculation, model_kwargs)
         width = columns(self, model_kwargs)
         told = self._say_if_too_long(speculation.target, width)
-        result = decode(speculation.target, speculation.draft, request)
-        speculation.record(result.stats)
+        guard = None if speculation.guarding is None else speculation.guarding.start(request)
+        result = decode(speculation.target, speculation.draft, request, guard)
+        if speculation.guarding is not None and guard is not None:
+            speculation.guarding.finish(guard, request)
+        speculation.record(result.stats, None if guard is None else guard.stats)
         if not told:
             self._say_if_too_long(speculation.target, width + result.sequences.shape[1] - self.input_ids.shape[1] - 1)
         return self._output(speculation.target, result, model_kwargs)

@@ -5,8 +5,8 @@ Letters: B rows (those still going), N tree nodes, T tokens a round commits, D h
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from selfspec.accept import Accepted, accept, picked_at_once
 from selfspec.cache import SlotCache
 from selfspec.draft import Budget, Draft
 from selfspec.host import on_device, waits
+from selfspec.inference.choices import OFF, Choice, Pilot, Round
+from selfspec.inference.drafting import Drafters, Pick, parts_of
 from selfspec.inference.kept import KeptRows
 from selfspec.inference.output import Output
 from selfspec.inference.prompt import verified_path, verified_prompt
@@ -31,15 +33,21 @@ _ROOM_FOR_NODES = 64
 _NO_LIMIT = 4096
 
 
-def decode(target: Target, draft: Draft, request: Request) -> Result:
+def decode(target: Target, draft: Draft | Pick, request: Request, pilot: Pilot | None = None) -> Result:
     """Generate with a draft; the output is that of plain decoding.
 
     Nothing outlives the call but the result: draft and target are shared, their state is not.
+
+    Args:
+        target: the model.
+        draft: what guesses, or several drafts for the pilot to pick from.
+        request: prompts and how to go on from them.
+        pilot: chooses the size of each round; None asks the draft for a tree in every round.
     """
     output = Output(request)
     try:
         with torch.no_grad():
-            generation = Generation(target, draft, request, output)
+            generation = Generation(target, draft, request, output, pilot)
             generation.prefill()
             while generation.rows:
                 generation.round()
@@ -51,9 +59,12 @@ def decode(target: Target, draft: Draft, request: Request) -> Result:
 class Generation:
     """The state of one call. `rows[i]` is the prompt that row i of the running batch belongs to."""
 
-    def __init__(self, target: Target, draft: Draft, request: Request, output: Output) -> None:
+    def __init__(
+        self, target: Target, draft: Draft | Pick, request: Request, output: Output, pilot: Pilot | None = None
+    ) -> None:
         self.target = target
-        self.draft = draft
+        self.pilot = pilot
+        self.drafters = Drafters(parts_of(draft), eager=pilot is None)
         self.request = request
         self.sampling = sampling_of(request.processors, request.do_sample, request.temperature)
         self.chance = TorchChance(request.generator, target.device)
@@ -73,11 +84,10 @@ class Generation:
             self.cache.load(hf.rows_of(request.cache, past), past.sum(1).tolist())
         self.kept = KeptRows(self.prompt) if request.keep_cache else None
         self.roots = [0] * len(self.rows)
-        self.state: Any = None
 
     def prefill(self) -> None:
         """Read the prompts, take the first token from the target, and start the draft."""
-        prompt, needs, chunk = self.prompt, self.draft.needs, self.request.chunk
+        prompt, needs, chunk = self.prompt, self.drafters.needs, self.request.chunk
         with self.stats.timed("prefill"):
             out = self.target.prefill(
                 prompt.tokens, prompt.counts, self.cache, needs, embeds=prompt.embeds, chunk=chunk
@@ -89,19 +99,22 @@ class Generation:
         going = self._emit(accepted, count=False)
         if going:
             with self.stats.timed("observe"):
-                self.state = self.draft.begin(verified_prompt(prompt, out, first, needs, self._shown_cache()))
+                self.drafters.begin(verified_prompt(prompt, out, first, needs, self._shown_cache()))
         self._continue_with(going)
 
     def _shown_cache(self) -> SlotCache | None:
-        return self.cache if self.draft.needs.cache else None
+        return self.cache if self.drafters.needs.cache else None
 
     def round(self) -> None:
         """One pass of the target over a tree of guesses, and all that follows from it."""
+        begun = time.perf_counter()
+        rows, context, depth = len(self.rows), max(self.cache.lengths), self._deepest()
+        choice = self._choose(rows, context, depth)
         with self.stats.timed("propose"):
-            tree = self._propose()
+            tree = self._propose(choice, depth)
         with self.stats.timed("verify"):
             safe = tree.within(self.target.vocab_size) if self.reads_once else tree
-            out = self.target.verify(safe, self.cache, self.draft.needs)
+            out = self.target.verify(safe, self.cache, self.drafters.needs)
         with self.stats.timed("accept"):
             accepted = self._accept(tree, out.logits)
         with self.stats.timed("emit"):
@@ -110,16 +123,27 @@ class Generation:
             self.cache.keep([path[: len(t)] for path, t in zip(accepted.paths, accepted.tokens, strict=True)])
         with self.stats.timed("observe"):
             if going:
-                self.state = self.draft.observe(self.state, verified_path(tree, out, accepted, self._shown_cache()))
+                self.drafters.observe(verified_path(tree, out, accepted, self._shown_cache()), choice.draft)
             self._continue_with(going)
+        if self.pilot is not None:
+            gains = [len(tokens) for tokens in accepted.tokens]
+            seconds = time.perf_counter() - begun
+            self.pilot.learn(choice, Round(rows, context, tree.nodes, tree.shape.max_depth, gains, seconds))
 
-    def _propose(self) -> DraftTree:
-        roots = on_device(self.roots, self.target.device)
-        depth = self._deepest()
+    def _choose(self, rows: int, context: int, depth: int) -> Choice:
         if depth < 1:
+            return OFF
+        if self.pilot is None:
+            return Choice(0, self.request.nodes)
+        return self.pilot.choose(rows, context, depth)
+
+    def _propose(self, choice: Choice, deepest: int) -> DraftTree:
+        roots = on_device(self.roots, self.target.device)
+        if choice.draft is None:
             return DraftTree.root_only(roots)
-        budget = Budget(self.request.nodes, depth)
-        tree = self.draft.propose(self.state, budget, self.sampling, self.request.generator)
+        depth = deepest if choice.depth is None else min(choice.depth, deepest)
+        budget = Budget(choice.nodes, depth)
+        tree = self.drafters.propose(choice.draft, budget, self.sampling, self.request.generator)
         tree.check_sizes(self.target.vocab_size)
         if self.reads_once and tree.nodes <= min(depth + 1, budget.nodes or tree.nodes):
             return tree  # its values are checked when they are read, with the target's answer
@@ -186,7 +210,7 @@ class Generation:
         if going and len(going) < len(self.rows):
             self.cache.select(going)
             self.history.select(going)
-            self.state = self.state.select(on_device(going, self.prompt.tokens.device))
+            self.drafters.select(going)
             self.roots = [self.roots[row] for row in going]
         self.rows = [self.rows[row] for row in going]
 

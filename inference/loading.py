@@ -23,6 +23,7 @@ def load(
     revision: str | None = None,
     token: str | None = None,
     nodes: int | None = None,
+    guard: bool | None = None,
     **kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the base model that heads were trained on, patch it with them, and load its tokenizer.
@@ -35,6 +36,7 @@ def load(
         revision: Hub revision of the heads.
         token: Hub token, for the heads and for the base model.
         nodes: see `patch`.
+        guard: see `patch`.
         **kwargs: passed to `AutoModelForCausalLM.from_pretrained`.
 
     Raises:
@@ -47,4 +49,4 @@ def load(
         raise CheckpointError(f"{folder} names no base model; give one (base=..., or --target)")
     base_revision = None if base else config.get("base_revision")
     model, tokenizer = load_target(source, dtype=dtype, device=device, revision=base_revision, token=token, **kwargs)
-    return patch(model, folder, nodes=nodes), tokenizer
+    return patch(model, folder, nodes=nodes, guard=guard), tokenizer

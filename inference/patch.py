@@ -7,18 +7,24 @@ stopping criteria are prepared by transformers as ever.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
 
-from selfspec import hf
+from selfspec import hf, registry
 from selfspec.accept import LOSSLESS, AcceptRule
+from selfspec.checkpoint import heads_folder
+from selfspec.draft import Draft
 from selfspec.errors import ConfigError, UnsupportedGeneration, UnsupportedModel
 from selfspec.inference.call import Call
+from selfspec.inference.drafting import Pick
+from selfspec.inference.guarding import Guarding, saved_chances
 from selfspec.inference.speculation import Speculation
 from selfspec.resolve import DraftLike, resolve_draft
 from selfspec.selfcheck import CHECKED_BY_TESTS, check_passes
@@ -43,6 +49,8 @@ def patch(
     draft: DraftLike,
     *,
     nodes: int | None = None,
+    guard: bool | None = None,
+    combine: Literal["compose", "pick"] = "compose",
     accept: str | AcceptRule = LOSSLESS,
     revision: str | None = None,
     token: str | None = None,
@@ -55,8 +63,14 @@ def patch(
         model: a causal language model, or a PEFT model around one; its weights and its code are not touched.
         draft: a folder or Hub id of trained heads, the name of a method that needs no training (with what it works on
             after a colon where it wants something, as `METHOD:FOLDER`) or its configuration as a dict, any object
-            that implements `selfspec.draft.Draft`, or a list of these, which draft together.
-        nodes: the most nodes of a tree, the root included; None leaves it to the draft.
+            that implements `selfspec.draft.Draft`, or a list of these.
+        nodes: the most nodes of a tree, the root included; None leaves it to the guard, or without one to the draft.
+        guard: before every round, choose the size of the tree that promises the most tokens per second on this machine,
+            or none at all; costs are measured at the first `generate` and kept on disk. Greedy text is the same with
+            any choice, sampled text has the same distribution. False asks the draft in every round; None is True,
+            unless the environment says `SELFSPEC_GUARD=0`.
+        combine: what several drafts do: "compose" puts their guesses into one tree, "pick" lets the guard ask one of
+            them in each round.
         accept: the rule for sampled text, see `selfspec.accept.AcceptRule`. Rules with "lossy" in their name change the
             distribution of the text, and the report says so.
         revision: Hub revision of the heads.
@@ -78,6 +92,8 @@ def patch(
         model,
         draft,
         nodes=nodes,
+        guard=guard,
+        combine=combine,
         accept=accept,
         revision=revision,
         token=token,
@@ -96,6 +112,8 @@ def prepared(
     draft: DraftLike,
     *,
     nodes: int | None = None,
+    guard: bool | None = None,
+    combine: Literal["compose", "pick"] = "compose",
     accept: str | AcceptRule = LOSSLESS,
     revision: str | None = None,
     token: str | None = None,
@@ -106,16 +124,44 @@ def prepared(
     rule = AcceptRule(accept) if isinstance(accept, str) else accept
     if nodes is not None and nodes < 1:
         raise ConfigError(f"nodes={nodes} leaves no room for the root; give at least 1")
+    guarded = os.environ.get("SELFSPEC_GUARD", "1") != "0" if guard is None else guard
+    if combine == "pick" and not guarded:
+        raise ConfigError("combine='pick' leaves the choice of a draft to the guard; give guard=True or 'compose'")
     model = _unwrapped(model)
     target = Target(model)
     try:
         if self_check or (self_check is None and target.model_type not in CHECKED_BY_TESTS):
             check_passes(target)
-        speculation = Speculation(target, resolve_draft(draft, target, revision, token, check_base), nodes, rule)
+        found, known = _drafts(draft, target, revision, token, check_base, combine)
+        guarding = Guarding(target, found, nodes, known) if guarded else None
+        speculation = Speculation(target, found, nodes, rule, guarding)
     except Exception:
         target.release()
         raise
     return PreparedGenerate(model, speculation)
+
+
+def _drafts(
+    draft: DraftLike, target: Target, revision: str | None, token: str | None, check_base: bool, combine: str
+) -> tuple[Draft | Pick, list[list[float]]]:
+    """The draft, or those to pick from, and what is known of the acceptance of each."""
+    if combine not in ("compose", "pick"):
+        raise ConfigError(f"combine={combine!r} is not known; give 'compose' or 'pick'")
+    listed = isinstance(draft, (list, tuple))
+    if combine == "pick" and listed:
+        found = [resolve_draft(part, target, revision, token, check_base) for part in draft]  # type: ignore[union-attr]
+        return Pick(found), [_known(part, revision, token) for part in draft]  # type: ignore[union-attr]
+    return resolve_draft(draft, target, revision, token, check_base), [_known(draft, revision, token)]
+
+
+def _known(draft: Any, revision: str | None, token: str | None) -> list[float]:
+    """Chances of acceptance saved beside heads; none for drafts that are no folder and no Hub id."""
+    if not isinstance(draft, (str, Path)):
+        return []
+    if Path(draft).is_dir():
+        return saved_chances(draft)
+    method = str(draft).partition(":")[0]
+    return [] if method in registry.kinds() else saved_chances(heads_folder(draft, revision, token))
 
 
 def unpatch(model: PreTrainedModel) -> PreTrainedModel:

@@ -7,6 +7,9 @@ from typing import Any
 
 from selfspec.accept import AcceptRule
 from selfspec.draft import Draft
+from selfspec.inference.drafting import Pick
+from selfspec.inference.guard import GuardStats
+from selfspec.inference.guarding import Guarding
 from selfspec.stats import STAGES, Stats
 from selfspec.target import Target
 
@@ -19,48 +22,60 @@ class Speculation:
         draft: the draft in use.
         nodes: the most nodes of a tree, None if the draft decides.
         accept: how sampled trees are judged.
+        guarding: chooses the size of every round; None asks the draft in every round.
         last: statistics of the call that finished last, None before the first.
         replaced: a `generate` that someone had put on the model itself before it was patched, None as a rule.
     """
 
     def __init__(
-        self, target: Target, draft: Draft, nodes: int | None = None, accept: AcceptRule | None = None
+        self,
+        target: Target,
+        draft: Draft | Pick,
+        nodes: int | None = None,
+        accept: AcceptRule | None = None,
+        guarding: Guarding | None = None,
     ) -> None:
         self.target = target
         self.draft = draft
         self.nodes = nodes
         self.accept = accept or AcceptRule()
+        self.guarding = guarding
         self.last: Stats | None = None
         self.replaced: Any = None
-        self._total = Stats()
+        self._total, self._guarded = Stats(), GuardStats()
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy (of the model, usually) keeps the draft and counts for itself."""
-        kept = ("target", "draft", "nodes", "accept", "replaced")
+        kept = ("target", "draft", "nodes", "accept", "guarding", "replaced")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, last=None, _total=Stats(), _lock=threading.Lock())
+        self.__dict__.update(state, last=None, _total=Stats(), _guarded=GuardStats(), _lock=threading.Lock())
 
-    def record(self, stats: Stats) -> None:
-        """Take in a finished call."""
+    def record(self, stats: Stats, guarded: GuardStats | None = None) -> None:
+        """Take in a finished call, and what its guard did."""
         with self._lock:
             self.last = stats
             self._total.add(stats)
+            if guarded is not None:
+                self._guarded.add(guarded)
 
     def reset(self) -> None:
         """Forget all statistics."""
         with self._lock:
             self.last = None
-            self._total = Stats()
+            self._total, self._guarded = Stats(), GuardStats()
 
     def report(self) -> Report:
-        """Rounds, tokens per round, acceptance by depth and time by stage since `patch` or `reset`."""
+        """Rounds, tokens per round, acceptance by depth, time by stage, what the guard did; since `patch` or `reset`.
+
+        `guard` is None when there is none; its figures are those of `GuardStats.to_dict`.
+        """
         with self._lock:
-            return Report(
-                draft=self.draft.kind, accept=self.accept.name, lossy=self.accept.lossy, **self._total.to_dict()
-            )
+            guard = None if self.guarding is None else self._guarded.to_dict()
+            about = {"draft": self.draft.kind, "accept": self.accept.name, "lossy": self.accept.lossy, "guard": guard}
+            return Report(**about, **self._total.to_dict())
 
 
 class Report(dict[str, Any]):
@@ -77,7 +92,20 @@ class Report(dict[str, Any]):
             f"tokens per round {self['tokens_per_round']:.2f} (plain decoding 1.00), "
             f"of them drafted {self['accepted_per_round']:.2f}\n"
             f"share of rounds that accepted depth 1, 2, ...: {depths}\n"
-            f"time: {stages}"
+            f"time: {stages}" + self._guard()
+        )
+
+    def _guard(self) -> str:
+        guard = self["guard"]
+        if guard is None or not guard["rounds"]:
+            return ""
+        sizes = ", ".join(f"{size}: {rounds}" for size, rounds in guard["sizes"].items())
+        drafts = ", ".join(f"{draft}: {rounds}" for draft, rounds in guard["drafts"].items())
+        return (
+            f"\nguard: off in {guard['off']} of {guard['rounds']} passes, {guard['probes']} probes; time saved against "
+            f"plain decoding: predicted {guard['predicted_saving']:.0%}, measured {guard['measured_saving']:.0%}"
+            + (f"\npasses by nodes of the tree: {sizes}" if sizes else "")
+            + (f"; by draft: {drafts}" if len(guard["drafts"]) > 1 else "")
         )
 
     def _title(self) -> str:

@@ -8,8 +8,10 @@ A user's own object with `kind`, `needs`, `begin`, `propose` and `observe` is ac
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from selfspec.cache import SlotCache
 from selfspec.errors import UnsupportedGeneration
+from selfspec.host import on_device
 from selfspec.tree import DraftTree
 
 
@@ -141,6 +144,85 @@ class Verified:
 def last_of(values: Tensor, counts: Tensor) -> Tensor:
     """The last real entry of each row: `[B, T, ...]` and `[B]` to `[B, ...]`."""
     return values[torch.arange(values.shape[0], device=values.device), counts.to(values.device) - 1]
+
+
+def all_needs(needs: Sequence[Needs]) -> Needs:
+    """All that any of several drafts reads."""
+    layers = tuple(sorted({layer for need in needs for layer in need.layers}))
+    return Needs(any(n.hidden for n in needs), layers, any(n.cache for n in needs))
+
+
+def changed(verified: Verified, **changes: Any) -> Verified:
+    """The same with other fields; what the host knows of `counts` and `next_tokens` stays known."""
+    made = replace(verified, **changes)
+    vars(made).update(count_list=verified.count_list, next_lists=verified.next_lists)
+    if made.nodes is verified.nodes:
+        vars(made).update(node_lists=verified.node_lists)
+    return made
+
+
+def only_needed(verified: Verified, wanted: Needs, given: Needs, nodes: Tensor | None) -> Verified:
+    """What one of several drafts asked for, of what was read for all of them; `nodes` are those of its own tree."""
+    return changed(
+        verified,
+        hidden=verified.hidden if wanted.hidden else None,
+        layers=tuple(verified.layers[given.layers.index(layer)] for layer in wanted.layers),
+        nodes=nodes,
+        cache=verified.cache if wanted.cache else None,
+    )
+
+
+def rows_of(verified: Verified, rows: Sequence[int]) -> Verified:
+    """Some rows of what was read; a shared cache is left to its owner."""
+    index = on_device(rows, verified.tokens.device)
+
+    def cut(values: Tensor) -> Tensor:
+        return values[index.to(values.device)]
+
+    made = Verified(
+        cut(verified.tokens),
+        cut(verified.next_tokens),
+        cut(verified.counts),
+        None if verified.hidden is None else cut(verified.hidden),
+        tuple(cut(layer) for layer in verified.layers),
+        None if verified.nodes is None else cut(verified.nodes),
+        verified.cache,
+    )
+    lists = {name: getattr(verified, name) for name in ("count_list", "next_lists")}
+    vars(made).update({name: [values[row] for row in rows] for name, values in lists.items()})
+    return made
+
+
+def joined(parts: Sequence[Verified]) -> Verified:
+    """Several stretches of text, read one after another, as one; node numbers do not outlive their tree."""
+    if len(parts) == 1:
+        return parts[0]
+    starts = [0, *accumulate(part.tokens.shape[1] for part in parts)]
+    batch = range(parts[0].tokens.shape[0])
+    places = [
+        [start + t for start, part in zip(starts, parts, strict=False) for t in range(part.count_list[row])]
+        for row in batch
+    ]
+    counts = [len(row) for row in places]
+    order = on_device([row + [0] * (max(counts) - len(row)) for row in places], parts[0].tokens.device)
+
+    def packed(values: Sequence[Tensor]) -> Tensor:
+        whole = torch.cat(list(values), 1)
+        place = order.to(whole.device)
+        return whole[torch.arange(place.shape[0], device=place.device).unsqueeze(1), place]
+
+    hidden = [part.hidden for part in parts if part.hidden is not None]
+    made = Verified(
+        packed([part.tokens for part in parts]),
+        packed([part.next_tokens for part in parts]),
+        on_device(counts, order.device),
+        packed(hidden) if hidden else None,
+        tuple(packed(layer) for layer in zip(*(part.layers for part in parts), strict=True)),
+        None,
+        parts[-1].cache,
+    )
+    vars(made).update(count_list=counts)
+    return made
 
 
 class DraftState(ABC):

@@ -16,8 +16,9 @@ AUTO = "auto"
 
 
 def cache_folder() -> Path:
-    """Where converted models and measurements are kept: `$SELFSPEC_CACHE`, else `~/.cache/selfspec`."""
-    return Path(os.environ.get("SELFSPEC_CACHE") or Path.home() / ".cache" / "selfspec")
+    """Where converted models and measurements are kept: `$SELFSPEC_CACHE`, else `selfspec` among the user's caches."""
+    own = os.environ.get("SELFSPEC_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"
 
 
 def fast_dtype(device: str | torch.device = "cpu") -> torch.dtype:
