@@ -38,7 +38,7 @@ types: $(STAMP) ## mypy
 	$(BIN)/mypy -p selfspec
 
 unit: $(STAMP) ## pytest on tiny random models; ARGS="-k cache" narrows it
-	$(BIN)/pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto $(ARGS)
 
 format: $(STAMP) ## let ruff rewrite the files
 	$(BIN)/ruff check --fix .
