@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,6 +78,11 @@ def draft_runner(draft: Draft, nodes: int | None = None) -> Runner:
 
 def prepare(target: Target, prompt: list[int], arguments: dict[str, Any]) -> Request:
     """The request that transformers' own preparation of `generate(**arguments)` leads to."""
+    return prepare_batch(target, [prompt], arguments)
+
+
+def prepare_batch(target: Target, prompts: Sequence[list[int]], arguments: dict[str, Any]) -> Request:
+    """The same for several prompts, padded on the left."""
     found: list[Request] = []
 
     def capture(
@@ -92,6 +97,7 @@ def prepare(target: Target, prompt: list[int], arguments: dict[str, Any]) -> Req
         found.append(
             Request(
                 input_ids,
+                attention_mask=mask if len(prompts) > 1 else None,
                 processors=logits_processor,
                 stopping=stopping_criteria,
                 do_sample=bool(config.do_sample),
@@ -101,12 +107,15 @@ def prepare(target: Target, prompt: list[int], arguments: dict[str, Any]) -> Req
         )
         return input_ids
 
-    ids = torch.tensor([prompt], device=target.device)
-    _generate(target)(ids, attention_mask=torch.ones_like(ids), custom_generate=capture, **arguments)
+    pad, longest = target.model.generation_config.pad_token_id, max(map(len, prompts))
+    rows = [[pad or 0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    real = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    ids, mask = (torch.tensor(part, device=target.device) for part in (rows, real))
+    unpatched_generate(target)(ids, attention_mask=mask, custom_generate=capture, **arguments)
     return found[0]
 
 
-def _generate(target: Target) -> Callable[..., Any]:
+def unpatched_generate(target: Target) -> Callable[..., Any]:
     """The unpatched `generate`, whatever the model at hand carries."""
     model: Any = target.model
     method: Callable[..., Any] = type(model).generate.__get__(model)
@@ -153,7 +162,7 @@ def run_transformers(job: Job, **extra: Any) -> Sample:
         with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
             torch.manual_seed(job.seed)
             start, cpu = now(target), time.process_time()
-            out = _generate(target)(ids, attention_mask=torch.ones_like(ids), **arguments)
+            out = unpatched_generate(target)(ids, attention_mask=torch.ones_like(ids), **arguments)
             total, cpu = now(target) - start, time.process_time() - cpu
     finally:
         handle.remove()
@@ -165,6 +174,7 @@ def run_transformers(job: Job, **extra: Any) -> Sample:
 
 
 def now(target: Target) -> float:
+    """The clock, once the device has done all it was asked to."""
     if target.device.type == "cuda":
         torch.cuda.synchronize(target.device)
     return time.perf_counter()

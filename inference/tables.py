@@ -35,6 +35,21 @@ def results_table(results: dict[str, Any], console: Console | None = None) -> No
             console.print(difference_text(run["name"], difference), markup=False, highlight=False)
 
 
+def batches_table(results: dict[str, Any], console: Console | None = None) -> None:
+    """One line per run of a `throughput` result."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for place, name in enumerate(("run", "tokens/s", "over transformers (95%)", "tokens\n/round", "same rows")):
+        table.add_column(name, justify="left" if place == 0 else "right", no_wrap=True)
+    for run in results["runs"]:
+        per_round = "-" if run["tokens_per_round"] is None else f"{run['tokens_per_round']:.2f}"
+        table.add_row(
+            run["name"], f"{run['tokens_per_s']:.1f}", speedup_text(run), per_round, run["identical_rows"] or "-"
+        )
+    console = console or Console()
+    console.print(f"{results['batches']} batches of {results['batch']} rows, prefill counted", highlight=False)
+    console.print(table)
+
+
 def acceptance_table(results: dict[str, Any], console: Console | None = None) -> None:
     """One line per draft: tokens per round in both definitions, and acceptance at every depth."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)

@@ -1,4 +1,4 @@
-"""YAML recipes that ship with the package."""
+"""YAML recipes and prompts that ship with the package."""
 
 from __future__ import annotations
 
@@ -15,3 +15,8 @@ def names() -> list[str]:
 def path(name: str) -> Path:
     """The file of a recipe by name; see `names`."""
     return _FOLDER / f"{name}.yaml"
+
+
+def prompts() -> Path:
+    """The prompts of `bench`: JSONL, ten of each task, with a `category`."""
+    return _FOLDER / "prompts.jsonl"

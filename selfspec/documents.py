@@ -9,7 +9,8 @@ Sources: JSONL and Parquet files, plain text, folders and globs of these, datase
     conversations   the same, or ShareGPT's `from` and `value`
     turns           what a user says, turn by turn
 
-and beside a conversation perhaps `system` (text), `tools` (a list, or the same as JSON), `chat_template_kwargs`.
+and beside a conversation perhaps `system` (text), `tools` (a list, or the same as JSON), `chat_template_kwargs`; beside
+any of them `category` (text), the kind of task.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Document:
         messages: of a conversation, as the chat template takes them.
         tools: descriptions of tools, as the chat template takes them.
         options: more for the chat template, as `enable_thinking`.
+        category: the kind of task, where the record says.
     """
 
     name: str
@@ -56,9 +58,10 @@ class Document:
     messages: tuple[dict[str, Any], ...] = ()
     tools: tuple[Any, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
+    category: str | None = None
 
     def digest(self) -> bytes:
-        """A hash of everything but the name."""
+        """A hash of everything but the name and the category."""
         parts = [self.kind, self.text, self.messages, self.tools, self.options]
         return hashlib.sha256(json.dumps(parts, default=str).encode()).digest()
 
@@ -220,10 +223,11 @@ def parse_record(values: Any, where: str, choose: str = "", turn: int | None = N
             "choose one with `column`"
         )
     name, value = given[0], values[given[0]]
+    category = values["category"] if isinstance(values.get("category"), str) else None
     if name in ("text", "prompt") and not isinstance(value, list):
         if not isinstance(value, str) or not value:
             raise DataError(f"{where}: `{name}` must be a string that is not empty, got {value!r}")
-        return Document(where, name, value)
+        return Document(where, name, value, category=category)
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: `{name}` must be a list that is not empty, got {value!r}")
     if name == "turns":
@@ -236,7 +240,7 @@ def parse_record(values: Any, where: str, choose: str = "", turn: int | None = N
         raise DataError(f"{where}: the conversation is empty; give at least one character")
     options = _loaded(values.get("chat_template_kwargs") or {}, dict, where, "chat_template_kwargs")
     tools = _loaded(values.get("tools") or [], list, where, "tools")
-    return Document(where, "messages", messages=tuple(messages), tools=tuple(tools), options=dict(options))
+    return Document(where, "messages", "", tuple(messages), tuple(tools), dict(options), category)
 
 
 def _turns(value: list[Any], where: str, turn: int | None) -> list[str]:

@@ -24,12 +24,14 @@ class Prompt:
         messages: chat messages (`role`, `content`), rendered with the tokenizer's chat template where it has one.
         tools: descriptions of tools, for the chat template.
         options: more for the chat template.
+        category: the kind of task, where the source says.
     """
 
     text: str | None = None
     messages: tuple[dict[str, Any], ...] = ()
     tools: tuple[Any, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
+    category: str | None = None
 
     def encode(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Token ids, beginning-of-text token included where the model wants one.
@@ -85,14 +87,14 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     prompts = []
     for _, document in itertools.islice(read_source(str(path), turn=0), limit):
         if document.kind != "messages":
-            prompts.append(Prompt(document.text))
+            prompts.append(Prompt(document.text, category=document.category))
             continue
         messages = list(document.messages)
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()
         if not messages:
             raise DataError(f"{document.name}: the conversation holds nothing to answer")
-        prompts.append(Prompt(None, tuple(messages), document.tools, document.options))
+        prompts.append(Prompt(None, tuple(messages), document.tools, document.options, document.category))
     if not prompts:
         raise DataError(f"{path} holds no prompts; wanted records with one of {', '.join(FIELDS)}")
     return prompts

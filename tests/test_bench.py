@@ -19,18 +19,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, MaxLengthCriteria
 
 from selfspec.errors import ConfigError
 from selfspec.inference import bench as module
-from selfspec.inference.bench import (
-    TRANSFORMERS,
-    TRANSFORMERS_NGRAM,
-    BenchSettings,
-    bench,
-    bootstrap,
-    engine_share,
-    recommended,
-    resolve_drafts,
-    rotated,
-)
+from selfspec.inference.bench import BenchSettings, bench, resolve_drafts, rotated
 from selfspec.inference.engine import decode
+from selfspec.inference.figures import TRANSFORMERS, TRANSFORMERS_NGRAM, bootstrap, engine_share, recommended
 from selfspec.inference.plain import decode_plain
 from selfspec.inference.plots import plot_speed
 from selfspec.inference.request import Request

@@ -22,14 +22,8 @@ from selfspec import recipes, registry
 from selfspec.checkpoint import WEIGHTS, write_json
 from selfspec.draft import Draft
 from selfspec.errors import ConfigError
-from selfspec.inference.bench import (
-    PLAIN,
-    TRANSFORMERS,
-    BenchSettings,
-    bench_with_progress,
-    recommended,
-    resolve_drafts,
-)
+from selfspec.inference.bench import BenchSettings, bench_with_progress, resolve_drafts
+from selfspec.inference.figures import PLAIN, TRANSFORMERS, recommended
 from selfspec.inference.patch import patch, unpatch
 from selfspec.inference.plots import plot_speed
 from selfspec.inference.runs import Job, prepare, run_plain, run_transformers

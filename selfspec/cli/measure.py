@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,12 +15,27 @@ if TYPE_CHECKING:
 
 
 def bench(
-    target: opt.Target,
+    target: Annotated[
+        str | None, typer.Option("--target", help="Model: a folder, a Hub id, or `demo`; not needed with --gpu-shape.")
+    ] = None,
     draft: opt.Drafts = None,
     prompts: opt.Prompts = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option("--task", help="Built-in prompts of a task or `all`; with --prompts, its categories. Repeatable."),
+    ] = None,
     limit: opt.Limit = 20,
     max_new_tokens: opt.MaxNewTokens = 128,
-    temperature: opt.Temperature = 0.0,
+    temperature: Annotated[
+        list[float] | None, typer.Option("--temperature", min=0.0, help="0, the default, is greedy. Repeatable.")
+    ] = None,
+    context: Annotated[
+        list[int] | None, typer.Option("--context", min=1, help="Lengthen prompts to so many tokens. Repeatable.")
+    ] = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option("--batch", min=1, help="Rows at once; above 1 against transformers' batches. Repeatable."),
+    ] = None,
     dtype: opt.Dtype = "auto",
     device: opt.Device = None,
     threads: opt.Threads = None,
@@ -28,21 +44,48 @@ def bench(
         int | None, typer.Option(min=1, help="The most nodes of a tree; the draft's choice if left out.")
     ] = None,
     baselines: Annotated[bool, typer.Option(help="Also run transformers' own generate and its prompt lookup.")] = True,
+    assistant: Annotated[
+        str | None, typer.Option(help="Also run transformers' assisted generation with this model.")
+    ] = None,
+    early_exit: Annotated[
+        int | None, typer.Option(min=1, help="Also run transformers' early exit after so many layers.")
+    ] = None,
+    bound: Annotated[bool, typer.Option(help="Measure what passes cost, and the speed that would allow.")] = True,
+    gpu_shape: Annotated[
+        str | None, typer.Option(help="A random model of this shape (1B, 8B, 70B, tiny) with a scripted draft.")
+    ] = None,
+    script: Annotated[float, typer.Option(help="Tokens per round of the scripted draft.")] = 3.0,
     plot: Annotated[str | None, typer.Option(help="Draw a bar chart into this PNG file.")] = None,
+    page: Annotated[str | None, typer.Option(help="Draw a page of plots into this PNG or HTML file.")] = None,
     json: opt.JsonFile = None,
 ) -> None:
     """Plain decoding, transformers and drafts side by side on the same prompts, interleaved."""
-    _check_outputs(json, plot)
+    _check_outputs(json, plot, page)
     from selfspec.inference.bench import BenchSettings
-    from selfspec.inference.tables import results_table
+    from selfspec.inference.page import plot_page
+    from selfspec.inference.plots import plot_speed
+    from selfspec.inference.suite import Conditions
+    from selfspec.inference.tables import batches_table, results_table
 
-    settings = BenchSettings(max_new_tokens, temperature, seed, baselines=baselines, nodes=nodes)
-    results = _measure(target, draft or [], prompts, limit, dtype, device, threads, settings)
-    results_table(results)
-    if plot is not None:
-        from selfspec.inference.plots import plot_speed
-
-        plot_speed(results, plot)
+    if (target is None) == (gpu_shape is None):
+        raise typer.BadParameter("give either --target or --gpu-shape")
+    helper = None if assistant is None else opt.load(assistant, dtype, device, threads)[0]
+    settings = BenchSettings(max_new_tokens, 0.0, seed, baselines=baselines, nodes=nodes, assistant=helper)
+    settings = replace(settings, early_exit=early_exit, bound=bound)
+    conditions = Conditions(tuple(temperature or (0.0,)), tuple(context or (None,)), tuple(batch or (1,)))
+    if gpu_shape is not None:
+        results = _measure_shape(gpu_shape, script, limit, dtype, device, threads, settings, conditions)
+    else:
+        assert target is not None
+        chosen = opt.bench_prompts(prompts, task, limit, seed)
+        results = _measure_suite(target, draft or [], chosen, dtype, device, threads, settings, conditions)
+    for condition in results["conditions"]:
+        (results_table if condition["batch"] == 1 else batches_table)(condition)
+    if "target" in results:  # some condition has one row at a time
+        if plot is not None:
+            plot_speed(results, plot)
+        if page is not None:
+            plot_page(results, page)
     _write(json, results)
 
 
@@ -60,7 +103,7 @@ def evaluate(
     json: opt.JsonFile = None,
 ) -> None:
     """Acceptance per depth, measured by real speculative decoding on text the heads have not seen."""
-    _check_outputs(json, None)
+    _check_outputs(json)
     if not draft:
         raise ConfigError("nothing to evaluate: give at least one --draft")
     from selfspec.inference.bench import BenchSettings
@@ -94,10 +137,68 @@ def _measure(
         door.release()
 
 
-def _check_outputs(json: Path | None, plot: str | None) -> None:
+def _measure_suite(
+    target: str,
+    drafts: list[str],
+    chosen: Any,
+    dtype: str,
+    device: str | None,
+    threads: int | None,
+    settings: Any,
+    conditions: Any,
+) -> dict[str, Any]:
+    from selfspec.inference.bench import resolve_drafts
+    from selfspec.inference.suite import run_suite
+    from selfspec.target import Target
+
+    model, tokenizer = opt.load(target, dtype, device, threads)
+    door, found = Target(model), chosen(tokenizer)
+    try:
+        ids, tasks = [prompt.encode(tokenizer) for prompt in found], [prompt.category for prompt in found]
+        return run_suite(door, resolve_drafts(drafts, door), ids, settings, conditions, tasks if any(tasks) else ())
+    finally:
+        door.release()
+
+
+def _measure_shape(
+    shape: str,
+    tokens_per_round: float,
+    limit: int,
+    dtype: str,
+    device: str | None,
+    threads: int | None,
+    settings: Any,
+    conditions: Any,
+) -> dict[str, Any]:
+    import torch
+
+    from selfspec.inference.shapes import ScriptedDraft, random_model, rate_for, scripted_texts
+    from selfspec.inference.suite import lengthened, run_suite
+    from selfspec.models import as_device, as_dtype
+    from selfspec.target import Target
+
+    opt.quiet(threads)
+    if set(conditions.temperatures) != {0.0}:
+        raise ConfigError("the scripted draft knows greedy text only; leave --temperature out with --gpu-shape")
+    depth = (settings.nodes or 8) - 1
+    rate, where = rate_for(tokens_per_round, depth), as_device(opt.pick_device(device))
+    door = Target(random_model(shape, as_dtype(dtype, where), where, settings.seed))
+    try:
+        generator = torch.Generator().manual_seed(settings.seed)
+        ids = torch.randint(2, door.vocab_size, (limit, 64), generator=generator).tolist()
+        asked = [prompt for context in conditions.contexts for prompt in lengthened(ids, context)]
+        texts = scripted_texts(door, asked, settings.max_new_tokens)
+        draft = ScriptedDraft(texts, depth, rate, door.vocab_size, settings.seed)
+        results = run_suite(door, {"scripted": draft}, ids, settings, conditions)
+        return {**results, "script": {"tokens_per_round": tokens_per_round, "depth": depth, "rate": rate}}
+    finally:
+        door.release()
+
+
+def _check_outputs(*paths: Path | str | None) -> None:
     from selfspec.outputs import check_file
 
-    for path in (json, plot):
+    for path in paths:
         if path is not None:
             check_file(path)
 

@@ -10,7 +10,11 @@ import typer
 from selfspec.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from selfspec.prompting import Prompt
 
 Target = Annotated[str, typer.Option("--target", help="Model: a folder, a Hub id, or `demo` (the demo extra).")]
 Drafts = Annotated[
@@ -82,6 +86,26 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompts: Path | None, limit: 
 
         found = [Prompt(snippet.text) for snippet in stdlib_snippets("held-out", limit, seed, tokenizer)]
     return [prompt.encode(tokenizer) for prompt in found]
+
+
+def bench_prompts(
+    prompts: Path | None, tasks: list[str] | None, limit: int, seed: int
+) -> Callable[[PreTrainedTokenizerBase], list[Prompt]]:
+    """Prompts of a file, built-in ones of tasks, or held-out snippets of the standard library.
+
+    A wrong file or task raises here; what is returned takes the tokenizer, which only snippets need.
+    """
+    from selfspec import recipes
+    from selfspec.inference.suite import in_turn
+    from selfspec.prompting import Prompt, read_prompts
+
+    if prompts is None and not tasks:
+        from selfspec.train.corpus import stdlib_snippets
+
+        return lambda tokenizer: [Prompt(s.text) for s in stdlib_snippets("held-out", limit, seed, tokenizer)]
+    wanted = [] if not tasks or "all" in tasks else tasks
+    found = in_turn(read_prompts(prompts or recipes.prompts()), wanted, limit)
+    return lambda tokenizer: found
 
 
 def log_to_terminal() -> None:
