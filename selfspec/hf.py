@@ -66,6 +66,7 @@ __all__ = [
     "rotary_of",
     "rows_of",
     "sample_plainly",
+    "shortened",
     "supports_logits_to_keep",
 ]
 
@@ -354,3 +355,11 @@ def mtp_layer(model: PreTrainedModel, load: bool) -> nn.Module:
 def rotary_of(model: PreTrainedModel, x: Tensor, positions: Tensor) -> Any:
     """What the model's layers take as `position_embeddings`."""
     return model.get_decoder().rotary_emb(x, position_ids=positions)
+
+
+def shortened(cache: Cache, length: int) -> bool:
+    """Cut a cache to its first `length` tokens; False, with nothing done, where a layer does not keep all of them."""
+    if any(type(layer) is not DynamicLayer for layer in cache.layers):
+        return False
+    cache.crop(length - cache.get_seq_length())
+    return True

@@ -12,7 +12,7 @@ from typing import Any
 from selfspec.inference.batching import Likely, News
 from selfspec.inference.serve.metrics import Metrics
 from selfspec.inference.serve.scheduler import Job, Refused
-from selfspec.inference.serve.text import Segment, TextStream
+from selfspec.inference.text import Segment, TextStream
 
 
 @dataclass(frozen=True)

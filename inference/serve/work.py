@@ -21,7 +21,7 @@ from selfspec.inference.serve.answers import Answer, Event
 from selfspec.inference.serve.metrics import Metrics
 from selfspec.inference.serve.protocol import Ask, ChatAsk, CompletionAsk
 from selfspec.inference.serve.scheduler import Job, Refused, Scheduler
-from selfspec.inference.serve.text import TextStream
+from selfspec.inference.text import TextStream
 
 _SEEDS = 1 << 63
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from selfspec._version import __version__
-from selfspec.cli import certify, demo, formats, measure, publish, serve, training, tune, use
+from selfspec.cli import certify, chat, demo, formats, measure, publish, serve, training, tune, use
 from selfspec.errors import SelfspecError
 
 DEBUG = "--debug"
@@ -29,6 +29,7 @@ for command in (
     certify.certify,
     tune.tune,
     use.generate,
+    chat.chat,
     serve.serve,
     formats.import_,
     formats.export,

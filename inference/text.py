@@ -43,6 +43,9 @@ class Detokenizer:
         if whole == text and len(self.window) > 2 * _CONTEXT:
             self.window = self.window[-_CONTEXT:]
             self.shown = len(self._decode())
+        elif len(self.window) > 2 * _LONGEST:
+            self.window = self.window[-_LONGEST:]
+            self.shown = len(self._decode()) - 1
         return said
 
     def finish(self) -> str:
