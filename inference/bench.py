@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import platform
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,15 +149,14 @@ def bench(
 
 
 def check_prompts(target: Target, prompts: Sequence[list[int]], settings: BenchSettings) -> None:
-    """Raise ConfigError when there are none, or one is too long for the model."""
+    """Raise ConfigError when there are none or one is too long for the model; warn past what it is made for."""
     if not prompts:
         raise ConfigError("there are no prompts to measure on; give at least one")
-    longest = max(map(len, prompts)) + settings.max_new_tokens
-    if target.max_positions is not None and longest > target.max_positions:
-        raise ConfigError(
-            f"the longest prompt and its {settings.max_new_tokens} new tokens make {longest}, the model is made for "
-            f"{target.max_positions}; shorten the prompt or lower max_new_tokens"
-        )
+    said = target.too_long(max(map(len, prompts)) + settings.max_new_tokens - 1)  # the last token is not read
+    if said is not None and target.has_position_table:
+        raise ConfigError(f"the longest prompt makes {said}; shorten it or lower max_new_tokens")
+    if said is not None:
+        warnings.warn(f"selfspec: the longest prompt makes {said}", UserWarning, stacklevel=2)
 
 
 def bench_with_progress(

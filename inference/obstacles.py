@@ -17,6 +17,7 @@ from selfspec.errors import UnsupportedGeneration
 from selfspec.inference.stopping import Stopper
 from selfspec.scoring import unsupported_processors
 from selfspec.target import Target
+from selfspec.wrapped import call_adapters
 
 if TYPE_CHECKING:
     from selfspec.inference.call import Call
@@ -71,6 +72,7 @@ def obstacles(call: Call, target: Target, model_kwargs: dict[str, Any]) -> list[
         found.append(f"cache_implementation={config.cache_implementation!r}")
     if "prepare_inputs_for_generation" in vars(target.model):
         found.append("inputs that something else prepares (prompt tuning)")
+    found += call_adapters(target.model)
     found += Stopper(call.criteria).obstacles(batch, bool(config.return_dict_in_generate and config.output_scores))
     found += _cache_obstacles(call, target, model_kwargs)
     # The rest reads the cache, so it must be one that can be read.

@@ -21,14 +21,15 @@ from selfspec import hf, registry
 from selfspec.accept import LOSSLESS, AcceptRule
 from selfspec.checkpoint import heads_folder
 from selfspec.draft import Draft
-from selfspec.errors import ConfigError, UnsupportedGeneration, UnsupportedModel
+from selfspec.errors import ConfigError, UnsupportedGeneration
 from selfspec.inference.call import Call
 from selfspec.inference.drafting import Pick
 from selfspec.inference.guarding import Guarding, saved_chances
 from selfspec.inference.speculation import Speculation
 from selfspec.resolve import DraftLike, resolve_draft
-from selfspec.selfcheck import CHECKED_BY_TESTS, check_passes
+from selfspec.selfcheck import checked_target
 from selfspec.target import Target
+from selfspec.wrapped import unwrapped
 
 _HANDLE = "speculation"
 KEPT = "selfspec_heads"
@@ -60,7 +61,8 @@ def patch(
     """Make `model.generate` draft and verify. Its arguments and its output stay what they were.
 
     Args:
-        model: a causal language model, or a PEFT model around one; its weights and its code are not touched.
+        model: a causal language model, or what PEFT or `torch.compile` made of one; its weights and its code are not
+            touched.
         draft: a folder or Hub id of trained heads, the name of a method that needs no training (with what it works on
             after a colon where it wants something, as `METHOD:FOLDER`) or its configuration as a dict, any object
             that implements `selfspec.draft.Draft`, or a list of these.
@@ -77,7 +79,8 @@ def patch(
         token: Hub token.
         check_base: compare the heads' fingerprint of their base model with this one.
         self_check: compare logits of guesses with those of plain passes first; None does so for model families that
-            this package's own tests do not cover.
+            this package's own tests do not cover, and for quantised and offloaded models and those with adapters.
+            False takes any model, even one whose rounding depends on the width of a pass.
 
     Returns:
         The same model. `model.speculation` holds the statistics.
@@ -87,7 +90,7 @@ def patch(
         CheckpointError: the heads are damaged or of another base model.
         ConfigError: no such method or accept rule, or a method that needs training.
     """
-    wrapper, model = model, _unwrapped(model)
+    wrapper, model = model, unwrapped(model)
     made = prepared(
         model,
         draft,
@@ -127,11 +130,9 @@ def prepared(
     guarded = os.environ.get("SELFSPEC_GUARD", "1") != "0" if guard is None else guard
     if combine == "pick" and not guarded:
         raise ConfigError("combine='pick' leaves the choice of a draft to the guard; give guard=True or 'compose'")
-    model = _unwrapped(model)
-    target = Target(model)
+    model = unwrapped(model)
+    target = checked_target(model, self_check)
     try:
-        if self_check or (self_check is None and target.model_type not in CHECKED_BY_TESTS):
-            check_passes(target)
         found, known = _drafts(draft, target, revision, token, check_base, combine)
         guarding = Guarding(target, found, nodes, known) if guarded else None
         speculation = Speculation(target, found, nodes, rule, guarding)
@@ -166,7 +167,7 @@ def _known(draft: Any, revision: str | None, token: str | None) -> list[float]:
 
 def unpatch(model: PreTrainedModel) -> PreTrainedModel:
     """Leave the model as `patch` found it, and let go of heads that it keeps. Otherwise does nothing."""
-    inner = _unwrapped(model)
+    inner = unwrapped(model)
     speculation = inner.__dict__.pop(_HANDLE, None)
     if speculation is not None:
         inner.__dict__.pop("generate", None)
@@ -176,29 +177,6 @@ def unpatch(model: PreTrainedModel) -> PreTrainedModel:
     for made in inner.__dict__.pop(KEPT, {}).values():
         made.speculation.target.release()
     return model
-
-
-def _unwrapped(model: Any) -> PreTrainedModel:
-    """The transformers model itself; a PEFT model hands its calls of `generate` on to the one it holds.
-
-    Raises:
-        UnsupportedModel: a wrapper of another kind, or adapters that prepare the model's inputs.
-    """
-    if isinstance(model, PreTrainedModel):
-        return model
-    name = type(model).__name__
-    if not hasattr(model, "get_base_model"):
-        raise UnsupportedModel(
-            f"{name} is no transformers model; give the model inside it (as a rule {name}.module or {name}._orig_mod). "
-            "Models whose weights are spread over ranks cannot be patched"
-        )
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        raise UnsupportedModel(
-            f"{name} puts trained prompts in front of the text ({model.active_peft_config.peft_type}), which a tree of "
-            "guesses would not see; adapters on weights (LoRA and its kin) are supported"
-        )
-    inner: PreTrainedModel = model.get_base_model()
-    return inner
 
 
 class PreparedGenerate:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from selfspec.target import Target
+from selfspec.wrapped import holds_numbers
 
 _ROWS = 64
 
@@ -24,7 +25,7 @@ def fingerprint(target: Target) -> str:
     digest.update(repr(shape).encode())
     architecture = digest.hexdigest()[:16]
     samples = [target.input_weight(), target.output_weight(), *target.norm_weights()]
-    if any(w is None or not w.is_floating_point() or w.is_meta or w.numel() == 0 for w in samples):
+    if any(w is None or not holds_numbers(w) or w.is_meta or w.numel() == 0 for w in samples):
         return f"config:{architecture}"
     for weight in samples:
         assert weight is not None

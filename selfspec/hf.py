@@ -29,6 +29,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.pytorch_utils import Conv1D
 
 from selfspec.errors import UnsupportedModel
+from selfspec.wrapped import holds_numbers
 
 MIN_VERSION, END_VERSION = Version("5.24"), Version("5.40")
 MASKED_ATTENTION = ("eager", "sdpa")
@@ -124,7 +125,7 @@ def matrix_of(module: nn.Module) -> Tensor | None:
     weight = getattr(module, "weight", None)
     if type(module) not in (nn.Linear, Conv1D) or not isinstance(weight, Tensor):
         return None
-    if weight.is_meta or weight.numel() == 0 or not weight.is_floating_point():
+    if weight.is_meta or weight.numel() == 0 or not holds_numbers(weight):
         return None
     return weight.detach().t() if type(module) is Conv1D else weight.detach()
 

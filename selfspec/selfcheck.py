@@ -6,13 +6,17 @@ anything. A wrong mask shows as slightly different text, so it is looked for bef
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from selfspec.draft import Needs
 from selfspec.errors import UnsupportedModel
 from selfspec.target import Target
 from selfspec.tree import DraftTree, TreeShape
+from selfspec.wrapped import is_wrapped, why_coarse, why_inexact
 
 # fmt: off
 CHECKED_BY_TESTS = frozenset(
@@ -47,6 +51,41 @@ _EXACT_DTYPES = (torch.float32, torch.float64)
 _TOLERANCE, _TOLERANCE_ON_ACCELERATORS, _TOLERANCE_LOW_PRECISION = 1e-4, 2e-3, 0.05
 
 
+def checked_target(model: PreTrainedModel, check: bool | None = None) -> Target:
+    """A target that can be served exactly, as far as is known or can be seen.
+
+    Args:
+        model: see `Target`.
+        check: compare passes (`check_passes`); None does so for families that no test covers and for models that are
+            more than their own code and weights. False takes also what is known to be inexact.
+
+    Raises:
+        UnsupportedModel: the model cannot be served exactly; the message says why.
+    """
+    inexact = None if check is False else why_inexact(model)
+    if inexact is not None:
+        raise UnsupportedModel(
+            f"{inexact}, so guesses change the tokens before them and the text would differ; quantise weights alone "
+            "(int8 or 4 bits), or take it as it is with patch(..., self_check=False)"
+        )
+    coarse = why_coarse(model)
+    if coarse is not None:
+        warnings.warn(
+            f"selfspec: {coarse}, which makes the rounding of a pass over several tokens visible: where two tokens are "
+            "close, text may differ from plain decoding. `selfspec certify` measures it",
+            UserWarning,
+            stacklevel=4,
+        )
+    target = Target(model)
+    try:
+        if check or (check is None and (target.model_type not in CHECKED_BY_TESTS or is_wrapped(model))):
+            check_passes(target)
+    except Exception:
+        target.release()
+        raise
+    return target
+
+
 def check_passes(target: Target) -> None:
     """Compare passes over guesses with fresh passes over the same text: two trees with a roll-back between them,
     in two rows of different lengths.
@@ -75,7 +114,7 @@ def check_passes(target: Target) -> None:
 
 def _allowed(target: Target) -> float:
     """How far rounding may part logits; accelerators may multiply float32 in fewer bits (TF32)."""
-    if target.dtype not in _EXACT_DTYPES:
+    if target.dtype not in _EXACT_DTYPES or why_coarse(target.model) is not None:
         return _TOLERANCE_LOW_PRECISION
     return _TOLERANCE if target.device.type == "cpu" else _TOLERANCE_ON_ACCELERATORS
 

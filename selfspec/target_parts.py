@@ -13,6 +13,11 @@ from transformers import PreTrainedModel
 
 from selfspec import hf
 from selfspec.errors import UnsupportedModel
+from selfspec.wrapped import execution_device, holds_numbers
+
+_UNITS = 64
+_ROUNDING = 0.05
+_NO_ROWS = "a draft cannot borrow rows of the target's output head"
 
 
 class TargetParts:
@@ -51,13 +56,14 @@ class TargetParts:
     def vocab_size(self) -> int:
         """V, the number of logits."""
         weight = self.output_weight()
-        return int(self.config.vocab_size) if weight is None or weight.numel() == 0 else weight.shape[0]
+        if weight is not None and weight.numel() > 0:
+            return weight.shape[0]
+        return int(getattr(self._output_head(), "out_features", self.config.vocab_size))
 
     @property
     def device(self) -> torch.device:
         """Where token ids go."""
-        device: torch.device = self.model.get_input_embeddings().weight.device  # type: ignore[assignment]
-        return device
+        return execution_device(self.model.get_input_embeddings())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,14 +75,27 @@ class TargetParts:
         """The longest sequence the model is made for, None if it does not say."""
         return getattr(self.config, "max_position_embeddings", None)
 
+    def too_long(self, length: int) -> str | None:
+        """What to say of reading a text of `length` tokens, when the model is made for fewer; else None.
+
+        A model with a table of positions cannot read it at all; others can, as in plain decoding.
+        """
+        limit = self.max_positions
+        if limit is None or length <= limit:
+            return None
+        if self.has_position_table:
+            return f"a text of {length} tokens, where the model has positions for {limit}"
+        return f"a text of {length} tokens, where the model is made for {limit}; it may lose its thread"
+
     @property
     def drafting_limit(self) -> int | None:
         """The length beyond which a pass over several tokens is not exact or not possible; None without one."""
         return self.max_positions if self.has_position_table else hf.dynamic_rope_from(self.config)
 
     def input_weight(self) -> Tensor | None:
-        """`[V, D]` input embedding, None if the model has none."""
-        return getattr(self.model.get_input_embeddings(), "weight", None)
+        """`[V, D]` input embedding, None if the model has none or packs it."""
+        weight = getattr(self.model.get_input_embeddings(), "weight", None)
+        return weight if holds_numbers(weight) else None
 
     def _output_head(self) -> nn.Module:
         head = self.model.get_output_embeddings()
@@ -85,9 +104,9 @@ class TargetParts:
         return head
 
     def output_weight(self) -> Tensor | None:
-        """`[V, D]` output head, by reference; None if it is not a tensor (quantised modules pack theirs)."""
+        """`[V, D]` output head, by reference; None if it is packed, quantised or sharded."""
         weight = getattr(self._output_head(), "weight", None)
-        return weight if isinstance(weight, Tensor) else None
+        return weight if holds_numbers(weight) and weight.ndim == 2 else None
 
     def norm_weights(self) -> list[Tensor]:
         """A few vectors of the norms, for fingerprints."""
@@ -103,19 +122,44 @@ class TargetParts:
     def output_rows(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """Rows of the output head for `[Q]` token ids: weight `[Q, D]` and bias `[Q]` or None (copies).
 
+        Of a head that is offloaded or packs its weight they are read off its outputs.
+
         Raises:
-            UnsupportedModel: the head's weight is not in memory (offloaded) or not plain numbers (quantised).
+            UnsupportedModel: the head's weight is spread over ranks, or the head is no linear map.
         """
         head = self._output_head()
         weight = self.output_weight()
-        if weight is None or weight.is_meta or not weight.is_floating_point() or weight.numel() == 0:
+        if weight is None or weight.is_meta:
+            return self._rows_from_outputs(head, token_ids)
+        if weight.numel() == 0:
             raise UnsupportedModel(
-                "the target's output head is offloaded, sharded or quantised, so a draft cannot borrow rows of it; "
-                "keep the output head in memory in a floating-point dtype"
+                "the target's output head is spread over ranks, so a draft cannot borrow rows of it; keep the output "
+                "head whole in memory"
             )
         bias = getattr(head, "bias", None)
         index = token_ids.to(weight.device)
         return weight.detach()[index], None if bias is None else bias.detach()[index]
+
+    @torch.no_grad()
+    def _rows_from_outputs(self, head: nn.Module, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """W and b of a head that computes W x + b: b is what it makes of nothing, W what it makes of unit vectors."""
+        width = int(getattr(head, "in_features", self.hidden_size))
+        units = torch.eye(width, dtype=self.dtype, device=self.device)
+
+        def columns(hidden: Tensor) -> Tensor:
+            made = head(hidden)
+            return made[:, token_ids.to(made.device)]
+
+        try:
+            bias = columns(units[:1] * 0)[0]
+            rows = (torch.cat([columns(part) for part in units.split(_UNITS)]) - bias).t().contiguous()
+            probe = torch.randn(_UNITS, width, generator=torch.Generator().manual_seed(0)).to(units)
+            wanted, found = columns(probe), nn.functional.linear(probe.to(rows.device), rows, bias)
+        except (RuntimeError, NotImplementedError) as error:
+            raise UnsupportedModel(f"{_NO_ROWS} ({type(head).__name__}: {str(error).splitlines()[0]})") from error
+        if not torch.allclose(found, wanted, atol=_ROUNDING * float(wanted.abs().max()), rtol=0):
+            raise UnsupportedModel(f"{_NO_ROWS} ({type(head).__name__} is no linear map)")
+        return rows, bias if bool(bias.any()) else None
 
     def finish_logits(self, raw: Tensor) -> Tensor:
         """What the model does between its output head and its logits (scale, soft cap), any shape."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import tiny_folder
 import torch
@@ -234,10 +235,21 @@ def test_empty_prompt(run: Run, model: Path, tmp_path: Path) -> None:
     refused(run("bench", "--target", model, "--prompts", prompts), "p.jsonl:1", "empty")
 
 
-def test_prompt_longer_than_the_model_takes(run: Run, model: Path, tmp_path: Path) -> None:
-    refused(run("generate", "a" * 600, "--target", model, "--draft", "lookup"), "512", "shorten")
-    prompts = write_lines(tmp_path / "p.jsonl", {"prompt": "a" * 600})
-    refused(run("bench", "--target", model, "--prompts", prompts), "512", "shorten")
+def test_prompts_longer_than_a_table_of_positions_are_refused(run: Run, model: Path, tmp_path: Path) -> None:
+    table = shutil.copytree(model, tmp_path / "table")
+    families.build("gpt2", vocab_size=258, n_positions=64).save_pretrained(table)
+    refused(run("generate", "a" * 100, "--target", table, "--draft", "lookup"), "64", "shorten")
+    refused(run("generate", "a" * 100, "--target", table), "64", "shorten")
+    prompts = write_lines(tmp_path / "p.jsonl", {"prompt": "a" * 100})
+    refused(run("bench", "--target", table, "--prompts", prompts), "64", "shorten")
+
+
+def test_a_prompt_longer_than_the_model_is_made_for_is_written_on(run: Run, tmp_path: Path) -> None:
+    made = tiny_folder.save(tmp_path / "short", max_positions=32)
+    with pytest.warns(UserWarning, match="made for 32"):
+        status, out, _ = run("generate", "a" * 40, "--target", made, "--draft", "lookup", "--max-new-tokens", 4)
+    assert status == 0
+    assert out
 
 
 @pytest.mark.parametrize(

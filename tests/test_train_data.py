@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import tiny
 import torch
@@ -14,6 +15,7 @@ from train_tools import CHAT, TAGGED_CHAT, tokenizer
 from selfspec.documents import Document
 from selfspec.draft import Needs
 from selfspec.errors import ConfigError, DataError
+from selfspec.target import Target
 from selfspec.train import answer as answer_module
 from selfspec.train import distill as distill_module
 from selfspec.train.chat import ChatFormat
@@ -265,12 +267,22 @@ def test_other_settings_are_refused(target: Any, text_file: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "options", [{"mode": "wright"}, {"source": ""}, {"length": 0}, {"split": "no"}, {"length": 1000}, {"top_p": 0.0}]
+    "options", [{"mode": "wright"}, {"source": ""}, {"length": 0}, {"split": "no"}, {"top_p": 0.0}]
 )
 def test_impossible_settings(target: Any, text_file: str, tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         distill(target, tokenizer(), label(**{"source": text_file, **options}), tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()
+
+
+def test_rows_past_the_trained_length_are_made_with_a_warning_and_refused_by_a_table_of_positions(
+    target: Any, text_file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = label(source=text_file, length=1000)
+    assert distill(target, tokenizer(), config, tmp_path / "long", progress=False)["rows"] > 0
+    assert "1000 tokens, where the model is made for 512" in caplog.text
+    with pytest.raises(ConfigError, match="1000 tokens, where the model has positions for 256"):
+        distill(Target(families.build("gpt2")), tokenizer(), config, tmp_path / "table", progress=False)
 
 
 # Writing

@@ -167,9 +167,11 @@ def _finished(folder: Path, known: Mapping[str, Any], state: str | None) -> dict
 
 
 def _plan(target: Target, tokenizer: PreTrainedTokenizerBase, config: DistillConfig) -> Plan:
-    limit = target.max_positions
-    if limit is not None and config.length > limit:
-        raise ConfigError(f"length {config.length} is beyond the {limit} positions the target is made for")
+    said = target.too_long(config.length)
+    if said is not None and target.has_position_table:
+        raise ConfigError(f"length {config.length} makes {said}; lower it")
+    if said is not None:
+        _log.warning("length %d makes %s", config.length, said)
     if config.pack and target.chain_only:
         raise ConfigError(f"rows cannot be packed: {target.chain_only}; leave `pack` out")
     plan = plan_rows(tokenizer, config, end_tokens(target, tokenizer))

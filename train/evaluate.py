@@ -14,6 +14,7 @@ from transformers import MaxLengthCriteria, PreTrainedModel, PreTrainedTokenizer
 from selfspec.draft import Draft
 from selfspec.inference.engine import decode
 from selfspec.inference.request import Request
+from selfspec.selfcheck import checked_target
 from selfspec.stats import Stats
 from selfspec.target import Target
 from selfspec.train.rows import plan_rows
@@ -50,7 +51,7 @@ def evaluate(
         right at depth d + 1).
     """
     if not isinstance(model, Target):
-        target = Target(model)
+        target = checked_target(model)
         try:
             return evaluate(target, tokenizer, draft, prompts, max_new_tokens, progress)
         finally:

@@ -28,6 +28,7 @@ from selfspec.fingerprint import fingerprint
 from selfspec.head import DraftHead
 from selfspec.models import load_target
 from selfspec.outputs import check_folder
+from selfspec.selfcheck import checked_target
 from selfspec.target import Target
 from selfspec.train.data import TrainingRows
 from selfspec.train.distill import distill, tokenizer_hash
@@ -86,7 +87,7 @@ def train(
     if model is None or tokenizer is None:
         device = state.device if recipe.device == "auto" else recipe.device
         model, tokenizer = load_target(recipe.target, dtype=recipe.dtype, device=device)
-    target = Target(model)
+    target = checked_target(model)
     try:
         _refuse_other_device(target.device, state)
         _train(recipe, target, tokenizer, state, {"load": _minutes_since(begun)}, progress)

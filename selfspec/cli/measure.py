@@ -126,10 +126,10 @@ def _measure(
     settings: Any,
 ) -> dict[str, Any]:
     from selfspec.inference.bench import bench_with_progress, resolve_drafts
-    from selfspec.target import Target
+    from selfspec.selfcheck import checked_target
 
     model, tokenizer = opt.load(target, dtype, device, threads)
-    door = Target(model)
+    door = checked_target(model)
     try:
         ids = opt.prompt_ids(tokenizer, prompts, limit, settings.seed)
         return bench_with_progress(door, resolve_drafts(drafts, door), ids, settings)

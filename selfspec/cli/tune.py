@@ -40,7 +40,7 @@ def tune(
     from selfspec.inference.tune import TuneSettings
     from selfspec.inference.tune import tune as search
     from selfspec.outputs import check_file, check_folder
-    from selfspec.target import Target
+    from selfspec.selfcheck import checked_target
 
     method: Any = registry.method(draft)
     if not hasattr(method, "knobs"):
@@ -51,7 +51,7 @@ def tune(
     if json is not None:
         check_file(json)
     model, tokenizer = opt.load(target, dtype, device, threads)
-    door = Target(model)
+    door = checked_target(model)
     try:
         ids = opt.prompt_ids(tokenizer, prompts, limit, seed)
         plan = TuneSettings(max_new_tokens, max_seconds, max_trials, random_sets, seed)

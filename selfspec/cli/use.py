@@ -72,13 +72,14 @@ def _stream(model: Any, tokenizer: Any, text: str, arguments: dict[str, Any], se
     import torch
     from transformers import TextStreamer
 
-    from selfspec.hf import config_of
+    from selfspec.hf import config_of, has_position_table
     from selfspec.prompting import Prompt
 
     ids = torch.tensor([Prompt(text).encode(tokenizer)], device=model.device)
-    limit = getattr(config_of(model), "max_position_embeddings", None)
-    if limit is not None and ids.shape[1] > limit:
-        raise ConfigError(f"the prompt has {ids.shape[1]} tokens, the model is made for {limit}; shorten the prompt")
+    if has_position_table(model) and ids.shape[1] > (limit := config_of(model).max_position_embeddings):
+        raise ConfigError(
+            f"the prompt has {ids.shape[1]} tokens, the model has positions for {limit}; shorten the prompt"
+        )
     streams = arguments.get("num_beams", 1) == 1
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if streams else None
     if "stop_strings" in arguments:
