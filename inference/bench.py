@@ -140,7 +140,8 @@ def bench(
     found = _circumstances(target, prompts, settings)
     context = sorted(map(len, prompts))[len(prompts) // 2] + settings.max_new_tokens // 2
     curve = cost_curve(target, context) if settings.bound and not any(target.states) else None
-    found |= {"cost_curve": curve, "runs": summaries(runs, settings.temperature == 0, settings.seed, curve)}
+    found["cost_curve"] = None if curve is None else {str(size): cost for size, cost in curve.items()}
+    found["runs"] = summaries(runs, settings.temperature == 0, settings.seed, curve)
     for run in found["runs"]:
         run["nodes"] = settings.nodes_of(run["name"])
         for row in run["per_prompt"]:

@@ -93,7 +93,7 @@ class Generation:
                 prompt.tokens, prompt.counts, self.cache, needs, embeds=prompt.embeds, chunk=chunk
             )
             tree = DraftTree.root_only(torch.zeros(len(self.rows), dtype=torch.long, device=prompt.tokens.device))
-            accepted = self._accept(tree, out.logits)
+            accepted = self._accept(tree, out.logits, self._read_once(tree, out.logits))
         self.stats.new_tokens += len(self.rows)
         first = [tokens[0] for tokens in accepted.tokens]
         going = self._emit(accepted, count=False)
@@ -115,8 +115,9 @@ class Generation:
         with self.stats.timed("verify"):
             safe = tree.within(self.target.vocab_size) if self.reads_once else tree
             out = self.target.verify(safe, self.cache, self.drafters.needs)
+            picks = self._read_once(tree, out.logits)  # here, since on an accelerator it is what ends the pass
         with self.stats.timed("accept"):
-            accepted = self._accept(tree, out.logits)
+            accepted = self._accept(tree, out.logits, picks)
         with self.stats.timed("emit"):
             going = self._emit(accepted, count=True, tree=tree)
         with self.stats.timed("keep"):
@@ -165,16 +166,22 @@ class Generation:
             deepest = min(deepest, limit - 1 - max(self.cache.lengths))
         return deepest
 
-    def _accept(self, tree: DraftTree, logits: Tensor) -> Accepted:
+    def _accept(self, tree: DraftTree, logits: Tensor, picks: list[list[int]] | None) -> Accepted:
         request = self.request
-        picks = self._read_once(tree, logits) if self.reads_once else None
         scores = TreeScores(logits, tree.token_lists, self.history, self.processors, request.keep_scores)
         accepted = accept(tree, scores, request.do_sample, self.chance, request.accept, picks)
         self.output.remember(self.rows, accepted, logits, scores)
         return accepted
 
     def _read_once(self, tree: DraftTree, logits: Tensor) -> list[list[int]] | None:
-        """Fetch and check the tree; with it the target's token at every node, where nothing else is asked."""
+        """On an accelerator, fetch and check the tree, and with it the target's token at every node.
+
+        Returns:
+            The tokens, `[B][N]`; None where the accept rule asks for more than them, and on CPUs, where reading what
+            the walk reaches is cheaper.
+        """
+        if not self.reads_once:
+            return None
         request, found = self.request, []
         chosen = picked_at_once(tree, request.do_sample, request.accept)
         if chosen and not self.processors.read_the_past and not request.keep_scores:

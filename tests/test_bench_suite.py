@@ -113,7 +113,7 @@ def test_a_suite_has_tasks_bounds_and_a_page(target: Target, tmp_path: Path) -> 
     run = next(run for run in results["runs"] if run["name"] == "lookup")
     assert 0 < run["bound"]["reached"] <= 1
     assert [row["task"] for row in run["per_prompt"]] == ["code", "chat", "code"]
-    json.dumps(results)
+    assert json.loads(json.dumps(results)) == results
     pytest.importorskip("matplotlib")
     png, page = plot_page(results, tmp_path / "page.png"), plot_page(results, tmp_path / "page.html")
     assert png is not None and png.read_bytes().startswith(b"\x89PNG")

@@ -128,6 +128,27 @@ def test_bench_writes_its_results(run: Run, model: Path, heads: Path, tmp_path: 
     assert str(tmp_path / "b.json") in out
 
 
+def test_bench_of_a_random_shape_and_of_batches(run: Run, tmp_path: Path) -> None:
+    options = ("--dtype", "float32", "--device", "cpu", "--limit", 2, "--max-new-tokens", 8, "--no-baselines")
+    where = ("--json", tmp_path / "b.json", "--page", tmp_path / "page.html")
+    status, out, _ = run("bench", "--gpu-shape", "tiny", "--batch", 2, "--batch", 1, "--no-bound", *options, *where)
+    assert status == 0 and "1 batches of 2 rows" in out
+    results = json.loads((tmp_path / "b.json").read_text())
+    assert [r["name"] for r in results["runs"]] == ["plain", "scripted"]
+    assert results["runs"][1]["identical"] is True and results["script"]["depth"] == 7
+    assert [c["batch"] for c in results["conditions"]] == [2, 1]
+    refused(run("bench", "--gpu-shape", "9B", *options), "9B", "use one of tiny, 1B, 8B, 70B")
+    refused(run("bench", "--gpu-shape", "tiny", "--script", 9, *options), "tokens per round")
+
+
+def test_bench_of_built_in_tasks(run: Run, model: Path, tmp_path: Path) -> None:
+    options = ("--task", "lists", "--task", "code", "--limit", 2, "--max-new-tokens", 4, "--dtype", "float32")
+    status, _, _ = run("bench", "--target", model, *options, "--no-baselines", "--json", tmp_path / "b.json")
+    assert status == 0
+    assert set(json.loads((tmp_path / "b.json").read_text())["tasks"]) == {"code", "lists"}
+    refused(run("bench", "--target", model, "--task", "poems"), "poems", "translation")
+
+
 def test_eval_shows_acceptance_by_depth(run: Run, model: Path, tmp_path: Path) -> None:
     prompts = write_lines(tmp_path / "p.jsonl", {"prompt": "abcabcabcabcabc"})
     options = ("--prompts", prompts, "--max-new-tokens", 8, "--draft", "lookup", "--dtype", "float32")
