@@ -80,6 +80,9 @@ class Call:
         if speculation.guarding is not None and guard is not None:
             speculation.guarding.finish(guard, request)
         speculation.record(result.stats, None if guard is None else guard.stats)
+        if speculation.recorder is not None and width == self.input_ids.shape[1]:  # not behind a cache of unseen text
+            written = [len(origins) for origins in result.origins]
+            speculation.recorder.add(result.sequences, width, model_kwargs.get("attention_mask"), written)
         if not told:
             self._say_if_too_long(speculation.target, width + result.sequences.shape[1] - self.input_ids.shape[1] - 1)
         return self._output(speculation.target, result, model_kwargs)

@@ -25,6 +25,7 @@ from selfspec.errors import ConfigError, UnsupportedGeneration
 from selfspec.inference.call import Call
 from selfspec.inference.drafting import Pick
 from selfspec.inference.guarding import Guarding, saved_chances
+from selfspec.inference.record import recorder
 from selfspec.inference.speculation import Speculation
 from selfspec.resolve import DraftLike, resolve_draft
 from selfspec.selfcheck import checked_target
@@ -57,6 +58,7 @@ def patch(
     token: str | None = None,
     check_base: bool = True,
     self_check: bool | None = None,
+    record: str | Path | None = None,
 ) -> PreTrainedModel:
     """Make `model.generate` draft and verify. Its arguments and its output stay what they were.
 
@@ -81,6 +83,8 @@ def patch(
         self_check: compare logits of guesses with those of plain passes first; None does so for model families that
             this package's own tests do not cover, and for quantised and offloaded models and those with adapters.
             False takes any model, even one whose rounding depends on the width of a pass.
+        record: a folder to write the token ids of prompts and answers to, for training on them (see
+            `selfspec.inference.record`, also about privacy). None records nothing.
 
     Returns:
         The same model. `model.speculation` holds the statistics.
@@ -90,6 +94,7 @@ def patch(
         CheckpointError: the heads are damaged or of another base model.
         ConfigError: no such method or accept rule, or a method that needs training.
     """
+    recording = recorder(record)
     wrapper, model = model, unwrapped(model)
     made = prepared(
         model,
@@ -104,6 +109,7 @@ def patch(
         self_check=self_check,
     )
     unpatch(model)
+    made.speculation.recorder = recording
     made.speculation.replaced = vars(model).get("generate")
     model.__dict__[_HANDLE] = made.speculation
     model.__dict__["generate"] = made

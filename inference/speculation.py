@@ -10,6 +10,7 @@ from selfspec.draft import Draft
 from selfspec.inference.drafting import Pick
 from selfspec.inference.guard import GuardStats
 from selfspec.inference.guarding import Guarding
+from selfspec.inference.record import Recorder
 from selfspec.stats import STAGES, Stats
 from selfspec.target import Target
 
@@ -24,6 +25,7 @@ class Speculation:
         accept: how sampled trees are judged.
         guarding: chooses the size of every round; None asks the draft in every round.
         last: statistics of the call that finished last, None before the first.
+        recorder: writes down text for training, None as a rule.
         replaced: a `generate` that someone had put on the model itself before it was patched, None as a rule.
     """
 
@@ -42,12 +44,13 @@ class Speculation:
         self.guarding = guarding
         self.last: Stats | None = None
         self.replaced: Any = None
+        self.recorder: Recorder | None = None
         self._total, self._guarded = Stats(), GuardStats()
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy (of the model, usually) keeps the draft and counts for itself."""
-        kept = ("target", "draft", "nodes", "accept", "guarding", "replaced")
+        kept = ("target", "draft", "nodes", "accept", "guarding", "replaced", "recorder")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

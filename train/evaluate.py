@@ -19,7 +19,7 @@ from selfspec.stats import Stats
 from selfspec.target import Target
 from selfspec.train.rows import plan_rows
 from selfspec.train.settings import DistillConfig
-from selfspec.train.traffic import TRAFFIC
+from selfspec.train.traffic import TRAFFIC, traffic_rows
 
 if TYPE_CHECKING:
     from selfspec.train.recipe import Recipe
@@ -78,7 +78,9 @@ def held_out_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list
     for source in recipe.data:
         split = "held-out" if source.split == "train" else source.split
         if source.source.startswith(TRAFFIC):
-            continue  # answered already
+            found = traffic_rows(source.source.removeprefix(TRAFFIC), split, source.split_seed)
+            pools.append([ids[:prompt][-recipe.evaluation.prompt_tokens :] for ids, prompt in found])
+            continue
         config = replace(
             DistillConfig(**{f.name: getattr(source, f.name) for f in fields(DistillConfig)}),
             mode="write",

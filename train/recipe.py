@@ -123,6 +123,7 @@ class Recipe:
         dtype: of the target; `auto` takes what the device is fast at.
         device: of target and head; `auto` takes an accelerator if there is one.
         draft: `kind` and the fields of that method's configuration.
+        init: folder or Hub id of trained heads of that kind to go on with; empty begins anew.
         data: sources of training text.
         data_folder: where it is kept, and found again by later runs; empty is `<output>/data`.
         store_features: keep the target's features with the text, so that every epoch after the first is cheap.
@@ -139,6 +140,7 @@ class Recipe:
     dtype: str = "auto"
     device: str = "auto"
     draft: dict[str, Any] = field(default_factory=dict)
+    init: str = ""
     data: list[Source] = field(default_factory=lambda: [Source()])
     data_folder: str = ""
     store_features: bool = False

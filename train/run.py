@@ -34,6 +34,7 @@ from selfspec.train.data import TrainingRows
 from selfspec.train.distill import distill, tokenizer_hash
 from selfspec.train.evaluate import evaluate, held_out_prompts
 from selfspec.train.recipe import Recipe, Source
+from selfspec.train.refresh import trained_head
 from selfspec.train.resume import CHECKPOINTS, RESULT, newest_checkpoint, open_output
 from selfspec.train.settings import DistillConfig
 from selfspec.train.shards import load_counts, load_shards, read_manifest
@@ -114,7 +115,8 @@ def _train(
     began = time.monotonic()
     head = _new_head(recipe, target)
     data = make_data(recipe, target, tokenizer, head, progress and main)
-    head.output.set_vocab(draft_vocabulary(recipe, data, target, tokenizer))
+    if not recipe.init:  # heads that go on keep their vocabulary
+        head.output.set_vocab(draft_vocabulary(recipe, data, target, tokenizer))
     prompts = held_out_prompts(recipe, tokenizer) if main and recipe.evaluation.prompts else []
     minutes["data"] = _minutes_since(began)
     trainer = _fit(recipe, head, data, progress)
@@ -208,6 +210,8 @@ def draft_vocabulary(recipe: Recipe, data: _Data, target: Target, tokenizer: Pre
 
 
 def _new_head(recipe: Recipe, target: Target) -> DraftHead:
+    if recipe.init:
+        return trained_head(recipe, target)
     config = recipe.head_config()
     generator = torch.Generator().manual_seed(recipe.optimisation.seed)
     head: DraftHead = registry.method(recipe.draft["kind"]).from_target(config, target, generator)

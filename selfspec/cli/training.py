@@ -20,7 +20,11 @@ def distill(
     ] = "label",
     source: Annotated[
         str,
-        typer.Option("--source", "--prompts", help="`stdlib`, a file (.jsonl or text), a folder, a glob, or nothing."),
+        typer.Option(
+            "--source",
+            "--prompts",
+            help="`stdlib`, a file, a folder, a glob, dataset:ID, or nothing; see docs/data.md.",
+        ),
     ] = "stdlib",
     max_tokens: Annotated[int, typer.Option(min=1, help="Stop after this many tokens.")] = 100_000,
     max_new_tokens: opt.MaxNewTokens = 128,
@@ -81,6 +85,10 @@ def train(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Changes, as output=heads optimisation.lr=3e-4."),
     ] = None,
+    from_traffic: Annotated[
+        Path | None,
+        typer.Option(help="Go on training the recipe's heads on text that `patch(.., record=FOLDER)` wrote down here."),
+    ] = None,
     threads: opt.Threads = None,
     json: opt.JsonFile = None,
 ) -> None:
@@ -94,6 +102,10 @@ def train(
     from selfspec.train.run import train as run
 
     loaded = load_recipe(recipe, settings or [])
+    if from_traffic is not None:
+        from selfspec.train.refresh import refreshed
+
+        loaded = refreshed(loaded, from_traffic)
     opt.quiet(threads)
     opt.quiet_datasets()
     opt.log_to_terminal()
