@@ -6,7 +6,8 @@ Letters: B rows, N tree nodes, k beams, C children considered, Q draft vocabular
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,41 @@ def best_choices(acceptance: Sequence[Sequence[float]], nodes: int) -> list[Path
         for rank, right in enumerate(ranks):
             heapq.heappush(frontier, (chance * right, (*path, rank)))
     return found[1:]
+
+
+def expected_tokens(choices: Sequence[Path], acceptance: Sequence[Sequence[float]]) -> float:
+    """Tokens per round to be expected of a static tree, the target's own included."""
+    return 1.0 + sum(math.prod(acceptance[d][rank] for d, rank in enumerate(path)) for path in choices)
+
+
+def fastest_choices(
+    acceptance: Sequence[Sequence[float]], seconds: Callable[[int, int], float], most: int = 64
+) -> list[Path]:
+    """The static tree with the most tokens per second.
+
+    Over all sizes and depths the best tree is taken. The best one of a size and depth is what the dynamic programme of
+    Sequoia (Chen et al. 2024, section 3.1) finds; as a path is never likelier than its prefix, the likeliest paths are
+    closed under prefixes, and taking them best first gives the same tree.
+
+    Args:
+        acceptance: per depth, the chance that the guess of each rank is right.
+        seconds: of a round, by nodes (the root included) and depth of its tree.
+        most: guesses at most.
+
+    Returns:
+        The choices, best first; none where a plain pass is fastest.
+    """
+    best: list[Path] = []
+    rate = 1.0 / seconds(1, 0)
+    for depth in range(1, len(acceptance) + 1):
+        choices = best_choices(acceptance[:depth], most)
+        for size in range(1, len(choices) + 1):
+            tree = choices[:size]
+            deep = max(map(len, tree))
+            found = expected_tokens(tree, acceptance) / seconds(size + 1, deep)
+            if found > rate:
+                best, rate = tree, found
+    return best
 
 
 def default_choices(heads: int) -> list[Path]:

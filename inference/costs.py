@@ -96,6 +96,10 @@ class CostTable:
         """Seconds of a plain pass."""
         return self.between(rows, context, lambda group: group.round(1))
 
+    def plain_round(self, nodes: float, rows: int, context: int) -> float:
+        """Seconds of a round over so many nodes with a draft that costs nothing."""
+        return self.between(rows, context, lambda group: group.round(nodes))
+
     def round(self, draft: str, choice: Choice, nodes: float, rows: int, context: int) -> float:
         """Seconds of a round of a draft whose tree has so many nodes."""
         return self.between(

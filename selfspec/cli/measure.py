@@ -57,10 +57,16 @@ def bench(
     script: Annotated[float, typer.Option(help="Tokens per round of the scripted draft.")] = 3.0,
     plot: Annotated[str | None, typer.Option(help="Draw a bar chart into this PNG file.")] = None,
     page: Annotated[str | None, typer.Option(help="Draw a page of plots into this PNG or HTML file.")] = None,
+    adversarial: Annotated[
+        bool, typer.Option(help="Instead: does the guard stay as fast as plain decoding where drafts do not pay?")
+    ] = False,
     json: opt.JsonFile = None,
 ) -> None:
     """Plain decoding, transformers and drafts side by side on the same prompts, interleaved."""
     _check_outputs(json, plot, page)
+    if adversarial:
+        results = _adversarial(target, draft or [], prompts, limit, dtype, device, threads, max_new_tokens, seed)
+        return _write(json, results)
     from selfspec.inference.bench import BenchSettings
     from selfspec.inference.page import plot_page
     from selfspec.inference.plots import plot_speed
@@ -113,6 +119,34 @@ def evaluate(
     results = _measure(target, draft, prompts, limit, dtype, device, threads, settings)
     acceptance_table(results)
     _write(json, results)
+
+
+def _adversarial(
+    target: str | None,
+    drafts: list[str],
+    prompts: Path | None,
+    limit: int,
+    dtype: str,
+    device: str | None,
+    threads: int | None,
+    max_new_tokens: int,
+    seed: int,
+) -> dict[str, Any]:
+    from selfspec.cli.guard import adversarial
+    from selfspec.inference.bench import resolve_drafts
+    from selfspec.inference.bench_guard import GuardBenchSettings
+    from selfspec.target import Target
+
+    if target is None:
+        raise typer.BadParameter("--adversarial wants a --target")
+    model, tokenizer = opt.load(target, dtype, device, threads)
+    door = Target(model)
+    try:
+        ids = opt.prompt_ids(tokenizer, prompts, 8 * limit, seed)
+        settings = GuardBenchSettings(max_new_tokens, groups=limit, seed=seed)
+        return adversarial(door, resolve_drafts(drafts, door), ids, settings)
+    finally:
+        door.release()
 
 
 def _measure(

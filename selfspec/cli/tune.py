@@ -15,8 +15,12 @@ _JOURNAL = ".tune.log"
 
 def tune(
     target: opt.Target,
-    out: Annotated[Path, typer.Option("--out", help="Folder for the settings found; used like a folder of heads.")],
-    draft: Annotated[str, typer.Option("--draft", help="Method to tune, for instance layer-skip.")] = "layer-skip",
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for the settings found; used like a folder of heads.")
+    ] = None,
+    draft: Annotated[
+        str, typer.Option("--draft", help="Method to tune, for instance layer-skip; or a folder of trained heads.")
+    ] = "layer-skip",
     settings: Annotated[
         list[str] | None, typer.Argument(help="Settings that stay fixed, as KEY=VALUE (draft_vocab_size=8192).")
     ] = None,
@@ -31,10 +35,15 @@ def tune(
     dtype: opt.Dtype = "auto",
     device: opt.Device = None,
     threads: opt.Threads = None,
+    rows: Annotated[int, typer.Option(min=1, help="Heads: also measure costs for batches of this size.")] = 1,
     seed: opt.Seed = 0,
     json: opt.JsonFile = None,
 ) -> None:
-    """Search a draft's settings for the most tokens per second here; called again, it goes on where it stopped."""
+    """Search a draft's settings for the most tokens per second here; called again, it goes on where it stopped.
+
+    Of trained heads, acceptance and costs are measured and written into their folder, with the static tree that is
+    fastest by them.
+    """
     from selfspec import registry
     from selfspec.checkpoint import save_draft, write_json
     from selfspec.inference.tune import TuneSettings
@@ -42,14 +51,19 @@ def tune(
     from selfspec.outputs import check_file, check_folder
     from selfspec.selfcheck import checked_target
 
+    if json is not None:
+        check_file(json)
+    if Path(draft).is_dir():
+        _heads(target, Path(draft), prompts, limit, max_new_tokens, rows, (dtype, device, threads), seed, json)
+        return
+    if out is None:
+        raise ConfigError("the settings found want a folder; give --out")
     method: Any = registry.method(draft)
     if not hasattr(method, "knobs"):
         known = [kind for kind in registry.kinds() if hasattr(registry.method(kind), "knobs")]
         raise ConfigError(f"{draft!r} has no settings to tune; these have: {', '.join(known)}")
     base = method.config_class.from_dict({**opt.key_values(settings or []), "kind": draft})
     check_folder(out)
-    if json is not None:
-        check_file(json)
     model, tokenizer = opt.load(target, dtype, device, threads)
     door = checked_target(model)
     try:
@@ -62,6 +76,33 @@ def tune(
         door.release()
     results = found.to_dict()
     _report(results, out)
+    if json is not None:
+        write_json(json, results)
+
+
+def _heads(
+    target: str,
+    folder: Path,
+    prompts: Path | None,
+    limit: int,
+    max_new_tokens: int,
+    rows: int,
+    machine: tuple[str, str | None, int | None],
+    seed: int,
+    json: Path | None,
+) -> None:
+    from selfspec.checkpoint import write_json
+    from selfspec.cli.guard import tune_heads
+    from selfspec.outputs import check_folder
+    from selfspec.target import Target
+
+    check_folder(folder)
+    model, tokenizer = opt.load(target, *machine)
+    door = Target(model)
+    try:
+        results = tune_heads(door, folder, opt.prompt_ids(tokenizer, prompts, limit, seed), max_new_tokens, rows)
+    finally:
+        door.release()
     if json is not None:
         write_json(json, results)
 
