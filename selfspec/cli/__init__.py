@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from selfspec._version import __version__
-from selfspec.cli import certify, chat, demo, formats, measure, publish, serve, training, tune, use
+from selfspec.cli import certify, chat, demo, formats, measure, pipeline, publish, serve, training, tune, use
 from selfspec.errors import SelfspecError
 
 DEBUG = "--debug"
@@ -33,6 +33,7 @@ for command in (
     serve.serve,
     formats.import_,
     formats.export,
+    pipeline.run,
     publish.card,
     publish.push,
     use.info,
