@@ -27,6 +27,9 @@ _FIGURE = re.compile(
     r"\d+(?:\.\d+)?(?=\s*(?:[x×]\b|×|%|(?:\w+ )?tokens? per (?:round|second|pass)|tok(?:en)?s?/s))", re.IGNORECASE
 )
 
+_MEASURED = ("base_model", "base_model_relation", "model_name", "model-index")
+"""Metadata that only files may give."""
+
 
 def write_card(folder: str | Path, facts: Facts | None = None) -> Path:
     """Write `README.md` (and `card.json`, if facts are given); what others wrote around the parts made here is kept.
@@ -77,9 +80,9 @@ def render(sources: Sources, existing: str | None = None) -> str:
             body = _between(name).sub(block.replace("\\", r"\\"), body, count=1)
         else:
             body += "\n\n" + block
-    kept = ModelCard(existing, ignore_metadata_errors=True).data.to_dict() if existing else {}
-    mine = metadata(sources)
-    data = ModelCardData(**{**kept, **mine}, ignore_metadata_errors=True)
+    found = ModelCard(existing, ignore_metadata_errors=True).data.to_dict() if existing else {}
+    kept = {name: value for name, value in found.items() if name not in _MEASURED}
+    data = ModelCardData(**{**kept, **metadata(sources)}, ignore_metadata_errors=True)
     return f"---\n{data.to_yaml()}\n---\n\n{body}\n"
 
 
@@ -153,10 +156,11 @@ def _wrong_files(sources: Sources) -> list[str]:
 
 def _wrong_metadata(sources: Sources, text: str) -> list[str]:
     wanted, found = metadata(sources), ModelCard(text, ignore_metadata_errors=True).data.to_dict()
+    names = dict.fromkeys([*wanted, *_MEASURED])
     return [
-        f"metadata {name}: {found.get(name)!r}, the files say {value!r}"
-        for name, value in wanted.items()
-        if _plain(found.get(name)) != _plain(value)
+        f"metadata {name}: {found.get(name)!r}, the files say {wanted.get(name)!r}"
+        for name in names
+        if _plain(found.get(name)) != _plain(wanted.get(name))
     ]
 
 

@@ -202,12 +202,16 @@ def heads_folder(
         return path
     if path.exists() or str(name_or_path).count("/") > 1 or str(name_or_path).startswith((".", "~", "/")):
         raise CheckpointError(f"{name_or_path} is not a folder of draft heads")
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(str(name_or_path), revision=revision, token=token, allow_patterns=list(files)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        if isinstance(error, LocalEntryNotFoundError):  # offline: what loading fetched is there, other records are not
+            cached = try_to_load_from_cache(str(name_or_path), CONFIG, revision=revision)
+            if isinstance(cached, str):
+                return Path(cached).parent
         near = difflib.get_close_matches(str(name_or_path), registry.kinds(), 1)
         hint = f"did you mean the method {near[0]!r}?" if near else "check the path"
         raise CheckpointError(
