@@ -209,10 +209,11 @@ class Pipeline:
         plan = BenchSettings(settings.max_new_tokens, settings.temperature, settings.seed)
         for old in self.out.glob("bench*.json"):
             old.unlink()
+        domains: dict[str, Path | None] = {**settings.prompts} or {"": None}
         made = []
         with self._door() as target:
             head = load_head(self.out, target)
-            for domain, path in (settings.prompts or {"": None}).items():
+            for domain, path in domains.items():
                 results = bench_with_progress(target, {self._name: head}, self._prompts(path), plan)
                 made.append(self.out / (f"bench-{domain}.json" if domain else BENCH))
                 if path is not None:
