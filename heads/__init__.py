@@ -1,5 +1,6 @@
 """Draft methods, one file each; importing this package registers them."""
 
+from selfspec.heads import adapter as adapter
 from selfspec.heads import blockwise as blockwise
 from selfspec.heads import compose as compose
 from selfspec.heads import dflash as dflash

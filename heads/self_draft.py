@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -129,6 +129,7 @@ class SelfDraft(ABC):
         config.kind = self.kind
         self.config = config
         self.target = target
+        self._added: Mapping[str, Callable[[Tensor], Tensor]] = {}
         self._output: WholeOutput | None = None
         if not config.draft_vocab_size:
             self._output = WholeOutput(target)
@@ -147,6 +148,17 @@ class SelfDraft(ABC):
     @abstractmethod
     def plan(self) -> Plan:
         """What the draft pass leaves out or replaces."""
+
+    def adapt(self, added: Mapping[str, Callable[[Tensor], Tensor]], output: WholeOutput) -> None:
+        """Draft with updates of the target's linear modules (see `Plan.added`), and through another output head.
+
+        What the passes compute is not the target's own work any more, so verification cannot go on from it.
+        """
+        self._added, self._output, self.shares = added, output, False
+
+    def adapted_plan(self) -> Plan:
+        """What a draft pass leaves out, replaces and adds."""
+        return replace(self.plan(), added=self._added)
 
     def check_target(self, target: Target) -> None:
         """Raise ConfigError unless this draft was made for that model."""
@@ -184,7 +196,7 @@ class SelfDraft(ABC):
         root = verified.root
         threshold = torch.full(root.shape, self.config.threshold, device=root.device)
         rate = torch.full_like(threshold, self.config.wanted_rate)
-        plan = self.target.passes.check(self.plan())
+        plan = self.target.passes.check(self.adapted_plan())
         output = self._output or ReducedOutput(self.target, self._ids_of(verified))
         return SelfState(verified.cache, root, plan, output, threshold, rate, [0] * root.numel())
 

@@ -19,7 +19,11 @@ class WholeOutput:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self.token_ids: Tensor | None = None
+
+    @property
+    def token_ids(self) -> Tensor | None:
+        """`[Q]`, the target's id of each column; None when columns are ids."""
+        return None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """`[B, n, D]` to logits `[B, n, V]`."""
@@ -30,7 +34,34 @@ class WholeOutput:
         return columns
 
 
-class ReducedOutput(WholeOutput):
+class HeadOutput(WholeOutput):
+    """The output head of a trained draft.
+
+    Args:
+        target: the target.
+        output: the draft's.
+    """
+
+    def __init__(self, target: Target, output: DraftOutput) -> None:
+        super().__init__(target)
+        self._output = output
+
+    @property
+    def token_ids(self) -> Tensor | None:
+        """`[Q]`."""
+        return self._output.vocab.ids
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """`[B, n, D]` to logits `[B, n, Q]`."""
+        logits: Tensor = self._output(hidden.to(self._output.rows.dtype))
+        return logits
+
+    def to_target(self, columns: Tensor) -> Tensor:
+        """Draft columns to the target's ids."""
+        return self._output.vocab.to_target(columns)
+
+
+class ReducedOutput(HeadOutput):
     """Some rows of the target's output head.
 
     Args:
@@ -39,20 +70,9 @@ class ReducedOutput(WholeOutput):
     """
 
     def __init__(self, target: Target, ids: Tensor) -> None:
-        super().__init__(target)
-        self._output = DraftOutput(target, ids.numel(), own=False)
+        super().__init__(target, DraftOutput(target, ids.numel(), own=False))
         self._output.vocab.to(ids.device)
         self._output.set_vocab(ids)
-        self.token_ids = self._output.vocab.ids
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """`[B, n, D]` to logits `[B, n, Q]`."""
-        logits: Tensor = self._output(hidden)
-        return logits
-
-    def to_target(self, columns: Tensor) -> Tensor:
-        """Draft columns to the target's ids."""
-        return self._output.vocab.to_target(columns)
 
 
 class Trunk:

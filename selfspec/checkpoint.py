@@ -31,6 +31,9 @@ from selfspec.target import Target
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _MOST_CONFIG = 16 << 20
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_ADAPTER = "peft."
+"""Tensors of a PEFT adapter that a head owns; they are written under PEFT's own names, in PEFT's own files."""
 
 
 @contextmanager
@@ -78,7 +81,7 @@ def save_head(head: DraftHead, folder: str | Path, dtype: torch.dtype | None = N
     tensors = head.owned_state()
     if dtype is not None:
         tensors = {k: v.to(dtype) if v.is_floating_point() else v for k, v in tensors.items()}
-    return write_files(Path(folder), head.config, tensors)
+    return write_files(Path(folder), head.config, tensors, head.peft_config())
 
 
 def save_draft(draft: Any, folder: str | Path) -> Path:
@@ -102,10 +105,22 @@ def _name_base(config: DraftConfig, target: Target) -> None:
         config.base_model, config.base_revision = str(base._name_or_path), getattr(base, "_commit_hash", None)
 
 
-def write_files(folder: Path, config: HeadConfig, tensors: dict[str, Tensor]) -> Path:
-    """Write a heads folder from its parts: tensors by the names of the head's state dict, contiguous, on the CPU."""
+def write_files(
+    folder: Path, config: HeadConfig, tensors: dict[str, Tensor], adapter: dict[str, Any] | None = None
+) -> Path:
+    """Write a heads folder from its parts: tensors by the names of the head's state dict, contiguous, on the CPU.
+
+    `adapter` is the configuration of the PEFT adapter that the tensors under `peft.` make; the folder is then one of
+    PEFT's, too.
+    """
+    files = {WEIGHTS: {k: v for k, v in tensors.items() if not k.startswith(_ADAPTER)}}
+    if adapter is not None:
+        files[ADAPTER_WEIGHTS] = {k.removeprefix(_ADAPTER): v for k, v in tensors.items() if k.startswith(_ADAPTER)}
     with replacing(folder) as draft:
-        save_file(tensors, str(draft / WEIGHTS), metadata={"format": "pt", "selfspec": __version__})
+        for name, part in files.items():
+            save_file(part, str(draft / name), metadata={"format": "pt", "selfspec": __version__})
+        if adapter is not None:
+            write_json(draft / ADAPTER_CONFIG, adapter)
         write_json(draft / CONFIG, config.to_dict())
     return folder
 
@@ -180,8 +195,8 @@ def load_draft(
     if not issubclass(cls, DraftHead):
         made: Draft = cls.from_target(config, target)
         return made
-    head = _built(cls, config, target, folder / WEIGHTS)
-    _fill(head, folder / WEIGHTS)
+    head = _built(cls, config, target, folder)
+    fill(head, folder)
     head.to(device=target.device, dtype=dtype or target.dtype)
     return head.eval()
 
@@ -190,7 +205,7 @@ def heads_folder(
     name_or_path: str | Path,
     revision: str | None = None,
     token: str | None = None,
-    files: Sequence[str] = (CONFIG, WEIGHTS),
+    files: Sequence[str] = (CONFIG, WEIGHTS, ADAPTER_CONFIG, ADAPTER_WEIGHTS),
 ) -> Path:
     """The local folder of heads given by folder or Hub id (files of these names or patterns are fetched if need be).
 
@@ -220,15 +235,17 @@ def heads_folder(
         ) from error
 
 
-def _built(cls: type[DraftHead], config: HeadConfig, target: Target, weights: Path) -> DraftHead:
-    """The head of a config, which may not allocate much more than the weights file and the target's output head."""
-    stored = sum(math.prod(shape) for shape in tensor_shapes(weights).values())
+def _built(cls: type[DraftHead], config: HeadConfig, target: Target, folder: Path) -> DraftHead:
+    """The head of a config, which may not allocate much more than the weights' files and the target's output head."""
+    weights, adapter = folder / WEIGHTS, folder / ADAPTER_WEIGHTS
+    files = [weights, adapter] if adapter.is_file() else [weights]
+    stored = sum(math.prod(shape) for file in files for shape in tensor_shapes(file).values())
     limit = 4 * stored + 8 * target.vocab_size * target.hidden_size + (1 << 22)
     try:
         with AllocationLimit(limit):
             return cls(config, target)
     except ConfigError as error:
-        raise CheckpointError(f"{weights.parent / CONFIG}: {error}") from error
+        raise CheckpointError(f"{folder / CONFIG}: {error}") from error
     except (TooLarge, OverflowError, TypeError, ZeroDivisionError) as error:
         reason = "asks for far more weights than that" if isinstance(error, TooLarge) else f"cannot be built ({error})"
         raise CheckpointError(
@@ -251,8 +268,29 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         raise CheckpointError(f"{path} is damaged or cut off ({error}); copy or download it again") from error
 
 
-def _fill(head: DraftHead, path: Path) -> None:
+def fill(head: DraftHead, folder: Path) -> None:
+    """Give a head the weights of a folder.
+
+    Raises:
+        CheckpointError: a damaged file, or tensors that are not those of the head.
+    """
     wanted = head.state_dict()
+    own = {name: value for name, value in wanted.items() if not name.startswith(_ADAPTER)}
+    loaded = _read(folder / WEIGHTS, own)
+    if len(own) < len(wanted):
+        adapter = {k.removeprefix(_ADAPTER): v for k, v in wanted.items() if k.startswith(_ADAPTER)}
+        loaded |= {_ADAPTER + name: value for name, value in _read(folder / ADAPTER_WEIGHTS, adapter).items()}
+    head.load_state_dict(loaded, strict=True)
+    try:
+        head.output.vocab.set_ids(head.output.vocab.ids)
+    except ConfigError as error:
+        raise CheckpointError(f"{folder / WEIGHTS}: {error}; copy or download it again") from error
+    head.after_load()
+
+
+def _read(path: Path, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; the heads' weights belong there")
     try:
         with safe_open(str(path), framework="pt") as file:
             names = set(file.keys())
@@ -265,12 +303,7 @@ def _fill(head: DraftHead, path: Path) -> None:
                 loaded[name] = file.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is damaged or cut off ({error}); copy or download it again") from error
-    head.load_state_dict(loaded, strict=True)
-    try:
-        head.output.vocab.set_ids(head.output.vocab.ids)
-    except ConfigError as error:
-        raise CheckpointError(f"{path}: {error}; copy or download it again") from error
-    head.after_load()
+    return loaded
 
 
 def _compare(path: Path, found: set[str], wanted: set[str]) -> None:

@@ -10,7 +10,7 @@ Letters: B rows, n new nodes, W nodes written before them, D hidden size.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from selfspec import hf
 from selfspec.cache import SlotCache, SlotLayer
 from selfspec.errors import ConfigError, UnsupportedModel
+from selfspec.hf import Cache
 from selfspec.masks import tree_positions
 from selfspec.tree import Computed, TreeShape
 
@@ -46,12 +47,14 @@ class Plan:
         mlp: layers whose MLP adds nothing. A layer in both sets is left out as a whole, norms included.
         stop: the first block not run; None runs them to the end.
         factors: by name of a linear module in the decoder, the two factors used in place of its weight.
+        added: by name of a linear module in the decoder, what is added to its output, made from its input.
     """
 
     attention: frozenset[int] = frozenset()
     mlp: frozenset[int] = frozenset()
     stop: int | None = None
     factors: Mapping[str, Factors] = field(default_factory=dict)
+    added: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
     def leaves_out(self, layer: int) -> bool:
         """Whether the whole block is left out."""
@@ -121,12 +124,14 @@ class _Switch:
         return self._output(hidden)
 
     def _matrix(self, running: _Running, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        factors = running.plan.factors.get(self.name)
+        factors, added = running.plan.factors.get(self.name), running.plan.added.get(self.name)
         if factors is None:
-            return self.__wrapped__(*args, **kwargs)
-        down, up = factors
-        bias: Any = self.module.bias
-        return F.linear(F.linear(args[0], down), up, bias)
+            output = self.__wrapped__(*args, **kwargs)
+        else:
+            down, up = factors
+            bias: Any = self.module.bias
+            output = F.linear(F.linear(args[0], down), up, bias)
+        return output if added is None else output + added(args[0]).to(output)
 
     def _output(self, hidden: Tensor) -> Any:
         return hidden if self.form is None else (hidden, *(None,) * (self.form - 1))
@@ -245,7 +250,7 @@ class DraftPasses:
         self._refuse_lost_keys(plan)
         if plan.attention != plan.mlp:
             self._refuse_single_parts()
-        for name in plan.factors:
+        for name in [*plan.factors, *plan.added]:
             self._wrap(hf.decoder_of(self.target.model).get_submodule(name), MATRIX, -1, name)
         return plan
 
@@ -311,13 +316,31 @@ class DraftPasses:
         mask = self.target.reading_mask(count, cache.slots)
         return self._forward(tokens, mask, positions, cache, plan)[0]
 
+    def learn(self, tokens: Tensor, mask: Any, positions: Tensor, cache: Cache | None, plan: Plan) -> Tensor:
+        """A pass with gradients to what the plan adds; the last hidden state `[B, T, D]` after the final norm.
+
+        Args:
+            tokens: `[B, T]` int64.
+            mask: what the decoder takes.
+            positions: `[B or 1, T]` int64.
+            cache: shown to the attention layers as it is; None for a pass over the T tokens alone.
+            plan: a checked one.
+        """
+        with torch.enable_grad():
+            return self._pass(tokens, mask, positions, cache, plan)[0]
+
     def _forward(
         self, tokens: Tensor, mask: Any, positions: Tensor, cache: SlotCache, plan: Plan
     ) -> tuple[Tensor, Tensor | None]:
-        with torch.no_grad(), _running(_Running(plan)) as running:
-            output = hf.decoder_of(self.target.model)(
-                input_ids=tokens, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True
-            )
+        with torch.no_grad():
+            return self._pass(tokens, mask, positions, cache, plan)
+
+    def _pass(
+        self, tokens: Tensor, mask: Any, positions: Tensor, cache: Cache | None, plan: Plan
+    ) -> tuple[Tensor, Tensor | None]:
+        options = {"position_ids": positions, "cache": cache, "use_cache": cache is not None}
+        with _running(_Running(plan)) as running:
+            output = hf.decoder_of(self.target.model)(input_ids=tokens, attention_mask=mask, **options)
         return output.last_hidden_state, running.exit
 
     def finish(self, shape: TreeShape, tokens: Tensor, cache: SlotCache, computed: Computed) -> Computed:

@@ -310,6 +310,14 @@ class DraftHead(nn.Module, ABC):
         """The tensors that are saved: owned parameters and persistent buffers, contiguous copies."""
         return {name: value.detach().cpu().contiguous().clone() for name, value in self.state_dict().items()}
 
+    def peft_config(self) -> dict[str, Any] | None:
+        """What PEFT's `adapter_config.json` holds, when the head has a PEFT adapter (the tensors under `peft.`).
+
+        Raises:
+            ConfigError: PEFT is not installed.
+        """
+        return None
+
     def after_load(self) -> None:
         """Take borrowed parts again, now that the draft vocabulary is the saved one."""
         self.output.refresh(rows=False)

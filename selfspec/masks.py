@@ -40,7 +40,7 @@ def visible(shape: TreeShape, slots: Slots, window: int | None) -> Tensor:
     if window is None:
         return seen | (behind < 0).unsqueeze(1)
     place = torch.where(behind < 0, behind, depth.gather(1, behind.clamp(0, nodes - 1)))
-    reach = _reaches(lengths.unsqueeze(2) + depth.unsqueeze(2), (lengths + place).unsqueeze(1), window)
+    reach = reaches(lengths.unsqueeze(2) + depth.unsqueeze(2), (lengths + place).unsqueeze(1), window)
     return (seen | (behind < 0).unsqueeze(1)) & reach
 
 
@@ -51,7 +51,7 @@ def _visible_uniform(shape: TreeShape, length: int, first: int, end: int, window
     if window is not None and length + nodes > window:  # else the window reaches back to the first token
         committed = torch.arange(first, length, device=mask.device)
         nodes_at = length + shape.depth[0]
-        mask &= _reaches(nodes_at.unsqueeze(1), torch.cat([committed, nodes_at]), window)
+        mask &= reaches(nodes_at.unsqueeze(1), torch.cat([committed, nodes_at]), window)
     return mask
 
 
@@ -69,10 +69,10 @@ def visible_again(count: int, slots: Slots, window: int | None) -> Tensor:
     if window is None:
         return seen
     start = slots.lengths_tensor().view(-1, 1, 1) - count
-    return seen & _reaches(start + line, start + place, window)
+    return seen & reaches(start + line, start + place, window)
 
 
-def _reaches(query: Tensor, key: Tensor, window: int) -> Tensor:
+def reaches(query: Tensor, key: Tensor, window: int) -> Tensor:
     """Whether a window allows a token at one position to see a token at another, earlier one."""
     if isinstance(window, Chunk):
         return query // window == key // window
@@ -85,7 +85,7 @@ def continuing(tokens: int, slots: Slots, window: int | None) -> Tensor:
     place = slots.index(tokens).unsqueeze(-1)
     slot = torch.arange(first, end, device=place.device)
     seen = slot <= place
-    return seen if window is None else seen & _reaches(place, slot, window)
+    return seen if window is None else seen & reaches(place, slot, window)
 
 
 def block_diagonal(counts: Sequence[int], window: int | None, device: torch.device) -> Tensor:

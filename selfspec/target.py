@@ -124,7 +124,7 @@ class Target(TargetParts):
             slots = cache.slots
             positions = slots.index(tokens.shape[1])
             if not self.chain_only:  # their own causal masks are right for one row
-                mask = self._masks(lambda window: continuing(tokens.shape[1], slots, window))
+                mask = self.masks(lambda window: continuing(tokens.shape[1], slots, window))
         last: int | Tensor = 1
         if min(counts) != tokens.shape[1]:
             last = (torch.tensor(counts, device=tokens.device).unsqueeze(1) - 1).clamp_min(0)
@@ -132,7 +132,7 @@ class Target(TargetParts):
         cache.commit(counts)
         return output
 
-    def _masks(self, seen: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
+    def masks(self, seen: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
         """What `forward` takes as mask: one, or one per layer type; `seen` gives the slots seen under a window."""
         masks = {
             kind: as_attention_mask(seen(window), self.attention, self.dtype)
@@ -176,11 +176,11 @@ class Target(TargetParts):
 
     def tree_mask(self, shape: TreeShape, slots: Slots, new: int) -> Tensor | dict[str, Tensor]:
         """What `forward` takes as attention mask for the last `new` nodes of a tree, `[B or 1, 1, new, S]` each."""
-        return self._masks(lambda window: visible(shape, slots, window)[:, -new:])
+        return self.masks(lambda window: visible(shape, slots, window)[:, -new:])
 
     def reading_mask(self, count: int, slots: Slots) -> Tensor | dict[str, Tensor]:
         """The same for the last `count` committed tokens, read anew (see `masks.visible_again`)."""
-        return self._masks(lambda window: visible_again(count, slots, window))
+        return self.masks(lambda window: visible_again(count, slots, window))
 
     @property
     def passes(self) -> DraftPasses:

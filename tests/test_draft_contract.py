@@ -18,10 +18,11 @@ from tiny import chunk
 from torch import Tensor
 
 from selfspec import registry
-from selfspec.checkpoint import CONFIG, WEIGHTS, load_head, replacing, save_head
+from selfspec.checkpoint import ADAPTER_WEIGHTS, CONFIG, WEIGHTS, load_head, replacing, save_head
 from selfspec.draft import Budget, Draft, Needs, Sampling, Verified
 from selfspec.errors import CheckpointError, ConfigError, UnsupportedGeneration
 from selfspec.head import DraftHead
+from selfspec.heads.adapter import AdapterConfig
 from selfspec.heads.blockwise import BlockwiseConfig
 from selfspec.heads.compose import ComposeConfig
 from selfspec.heads.dflash_config import DFlashConfig
@@ -66,7 +67,15 @@ def _blockwise(num_layers: int = 1, **kw: Any) -> BlockwiseConfig:
     return BlockwiseConfig(**{"draft_vocab_size": 50, "num_heads": 3, **kw})  # one layer is all there is
 
 
+def _adapter(num_layers: int = 1, **kw: Any) -> AdapterConfig:
+    settings = {**SELF, "exit_layer": 2}  # the layers are the target's
+    return AdapterConfig(
+        **{"base_draft": "early-exit", "settings": settings, "draft_vocab_size": 50, "rank": 2, "train_depth": 3, **kw}
+    )
+
+
 ROWS = [
+    Row("adapter", _adapter),
     Row("blockwise", _blockwise),
     Row("compose", lambda **kw: ComposeConfig(parts=["lookup", LIKE_IT]), trainable=False),
     Row("dflash", lambda **kw: DFlashConfig(**{"draft_vocab_size": 50, "block_size": 4, **kw})),
@@ -351,8 +360,11 @@ def test_saved_and_loaded_heads_draft_the_same_tree(row: Row, target: Target, tm
 @each_trainable
 def test_only_owned_tensors_are_saved(row: Row, target: Target, tmp_path: Path) -> None:
     head: DraftHead = make(row, target)
-    saved = load_file(save_head(head, tmp_path / "head") / WEIGHTS)
-    assert set(saved) == {name for name, _ in head.named_parameters()} | {"output.vocab.ids"}
+    folder = save_head(head, tmp_path / "head")
+    saved = set(load_file(folder / WEIGHTS))
+    if (folder / ADAPTER_WEIGHTS).exists():
+        saved |= {f"peft.{name}" for name in load_file(folder / ADAPTER_WEIGHTS)}
+    assert saved == {name for name, _ in head.named_parameters()} | {"output.vocab.ids"}
 
 
 def _drop(tensors: dict[str, Tensor], name: str) -> None:
@@ -373,10 +385,11 @@ def test_weights_that_do_not_fit_are_refused_by_name(
     row: Row, target: Target, tmp_path: Path, harm: Callable[[dict[str, Tensor], str], None]
 ) -> None:
     folder = save_head(make(row, target), tmp_path / "head")
-    tensors = load_file(folder / WEIGHTS)
+    path = next(folder / name for name in (ADAPTER_WEIGHTS, WEIGHTS) if (folder / name).exists())
+    tensors = load_file(path)
     name = sorted(set(tensors) - {"output.vocab.ids"})[0]
     harm(tensors, name)
-    save_file(tensors, folder / WEIGHTS)
+    save_file(tensors, path)
     with pytest.raises(CheckpointError, match="stranger" if harm is _add else name):
         load_head(folder, target)
 
@@ -509,9 +522,9 @@ def test_fresh_heads_are_finite_and_repeatable(row: Row, target: Target) -> None
 def test_low_precision_and_large_features_stay_finite(row: Row, target: Target) -> None:
     head = make(row, target).to(torch.bfloat16)
     verified = read(target, head, tiny.text(2, 20))
-    assert verified.hidden is not None
+    hidden = None if verified.hidden is None else verified.hidden * 1000
     layers = tuple(layer * 1000 for layer in verified.layers)
-    large = Verified(verified.tokens, verified.next_tokens, verified.counts, verified.hidden * 1000, layers)
+    large = replace(verified, hidden=hidden, layers=layers)
     result = head.loss(large, torch.ones(2, 19, dtype=torch.bool))
     assert result.loss.dtype == torch.float32 and bool(torch.isfinite(result.loss))
     propose(head, head.begin(large)).check(verified.root, target.vocab_size)

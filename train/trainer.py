@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from selfspec.checkpoint import WEIGHTS, save_head, write_json
+from selfspec.checkpoint import fill, save_head, write_json
 from selfspec.errors import ConfigError, TrainingError
 from selfspec.head import DraftHead
 from selfspec.train.callbacks import Epochs, GradientGuard, ProgressBar, Stopping
@@ -209,8 +208,7 @@ class HeadTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
-        self.head.load_state_dict(load_file(folder / WEIGHTS), strict=True)
-        self.head.after_load()
+        fill(self.head, folder)
         self.progress.begin(json.loads((folder / PROGRESS).read_text())["seconds"])
 
 

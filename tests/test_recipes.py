@@ -1,0 +1,88 @@
+"""Recipes for published models: each trains a head on a tiny random model of the same architecture."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from families import VOCAB, build
+from train_tools import tokenizer
+
+from selfspec import recipes
+from selfspec.checkpoint import load_head
+from selfspec.recipes import forecast, work_of
+from selfspec.target import Target
+from selfspec.train.recipe import Recipe, load_recipe, make_recipe
+from selfspec.train.run import train
+
+torch.set_num_threads(1)
+DEFAULT = "qwen3-0.6b"
+NAMES = [pytest.param(name, marks=[] if name == DEFAULT else [pytest.mark.nightly]) for name in forecast.MODELS]
+
+
+def scaled_down(recipe: Recipe, text: Path, output: Path) -> Recipe:
+    """The recipe with less text, shorter rows and a small vocabulary; the head is made as ever."""
+    values = recipe.to_dict() | {"output": str(output), "save_every": 1, "log_every": 1}
+    for source in values["data"]:
+        source |= {"source": str(text), "max_tokens": 700, "length": 40, "prompt_tokens": 8, "max_new_tokens": 16}
+        source |= {"batch_rows": 16, "batch_tokens": 2048}
+    values["vocabulary"] |= {"size": 40}
+    values["optimisation"] |= {"batch_tokens": 128, "micro_tokens": 64, "max_steps": 2, "precision": "float32"}
+    values["evaluation"] |= {"every": 1, "tokens": 64, "prompts": 1, "prompt_tokens": 8, "max_new_tokens": 6}
+    return make_recipe(values | {"dtype": "float32", "device": "cpu"})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_trains_a_head_that_drafts_on_its_architecture(name: str, tmp_path: Path) -> None:
+    text = tmp_path / "prompts.jsonl"
+    words = [" ".join(f"t{i}" for i in row) for row in tiny.text(80, 6).clamp(max=92).tolist()]
+    text.write_text("".join(json.dumps({"prompt": line}) + "\n" for line in words))
+    assert VOCAB == tiny.VOCAB
+    recipe = load_recipe(f"{name}-eagle3")
+    assert recipe.target == forecast.MODELS[name].hub
+    model = build(forecast.MODELS[name].model_type)
+    folder = train(scaled_down(recipe, text, tmp_path / "heads"), model, tokenizer(), progress=False)
+    target = Target(model)
+    head = load_head(folder, target)
+    assert head.kind == recipe.draft["kind"] and head.output.vocab.size == 40
+    assert all(bool(torch.isfinite(p).all()) for p in head.parameters())
+
+
+@pytest.mark.parametrize("name", forecast.MODELS)
+def test_a_recipes_header_says_what_the_formula_says(name: str) -> None:
+    draft_vocab, work = work_of(f"{name}-eagle3")
+    text = recipes.path(f"{name}-eagle3").read_text()
+    comment = re.sub(r"\s+", " ", text.partition("target:")[0].replace("#", ""))
+    for line in forecast.header(name, draft_vocab, work):
+        assert line in comment
+    assert "not measured" in comment
+
+
+def test_every_recipe_for_a_published_model_is_one_of_these() -> None:
+    published = {name for name in recipes.names() if "/" in load_recipe(name).target}
+    assert published == {f"{name}-eagle3" for name in forecast.MODELS}
+
+
+def test_the_formula_counts_a_heads_parameters_as_they_are() -> None:
+    from selfspec.heads.eagle3 import Eagle3, Eagle3Config
+
+    target = tiny.selfspec_target("llama")
+    base = target.config
+    model = forecast.Model("", "llama", 1, 1, 3, base.hidden_size, 4, 2, 8, base.intermediate_size, base.vocab_size)
+    config = Eagle3Config(own_output=True, fc_norm=False, draft_vocab_size=40, target_layers=[0, 1, 2])
+    head = Eagle3.from_target(config, target, torch.Generator())
+    assert model.eagle3_parameters(40) == sum(p.numel() for p in head.parameters())
+
+
+def test_the_forecast_grows_with_work_and_shrinks_with_machines() -> None:
+    model = forecast.MODELS["llama-3.1-8b"]
+    work = forecast.Work(tokens=1e8, written=0, epochs=1, steps=7, rows=64)
+    one = forecast.hours(model, 0, work, "H100-80GB", 1)
+    assert one == pytest.approx(2 * 8.03e9 * 1e8 / (989e12 * 0.35) / 3600)
+    assert forecast.hours(model, 0, work, "H100-80GB", 8) == pytest.approx(one / 8)
+    writing = forecast.Work(tokens=1e8, written=1e8, epochs=0, steps=7, rows=1)
+    assert forecast.hours(model, 0, writing, "H100-80GB", 8) == pytest.approx(2 * 8.03e9 * 1e8 / 3.35e12 / 3600)
