@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from selfspec import registry
 from selfspec._version import __version__
+from selfspec.changes import refuse_change
 from selfspec.draft import Draft
 from selfspec.errors import ConfigError
 from selfspec.inference.bound import cost_curve
@@ -261,5 +262,7 @@ def resolve_drafts(names: Sequence[str], target: Target) -> dict[str, Draft]:
     for given in names:
         method = given.partition(":")[0]
         name = method if method in registry.kinds() else Path(given).name
-        found[given if name in found else name] = resolve_draft(given, target)
+        made = resolve_draft(given, target)
+        refuse_change(made, allowed=False)  # all runs share one target
+        found[given if name in found else name] = made
     return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from selfspec.accept import AcceptRule
+from selfspec.changes import changed, changes_target
 from selfspec.draft import Draft
 from selfspec.errors import ConfigError
 from selfspec.inference.certify_draws import draws_check
@@ -103,6 +104,7 @@ def certify(
     settings: CertifySettings | None = None,
     command: Sequence[str] = (),
     progress: Callable[[str], None] | None = None,
+    allow_target_change: bool = False,
 ) -> dict[str, Any]:
     """Check and return the certificate; `record["passed"]` is the verdict.
 
@@ -113,6 +115,7 @@ def certify(
         settings: how much is checked.
         command: what was typed, for the record.
         progress: called with the name of a part before it starts.
+        allow_target_change: certify a method that trains the target along with its heads, against the changed target.
 
     Raises:
         ConfigError: a lossy rule, no prompts, a patched model.
@@ -126,16 +129,19 @@ def certify(
         raise ConfigError("certify wants prompts of at least two tokens each")
     begun, tell = time.monotonic(), progress or (lambda part: None)
     parts: dict[str, Any] = {GREEDY: []}
-    with _door(model) as target:
+    with _door(model) as target, ExitStack() as stack:
         found = resolve_draft(draft, target)
+        stack.enter_context(changed(found, allow_target_change))
         who = {"target": target_record(target), "draft": draft_record(draft, found)}
+        who["target"]["changed"] = changes_target(found)
         tell(f"greedy, {who['target']['dtype']}")
         parts[GREEDY].append(greedy_check(target, found, prompts, settings.max_new_tokens))
         if not settings.float32 or target.dtype == torch.float32:
             parts |= sampling_parts(target, found, prompts, settings, tell)
     if SAMPLED not in parts:
-        with _door(copy.deepcopy(model).float()) as target:
+        with _door(copy.deepcopy(model).float()) as target, ExitStack() as stack:
             found = resolve_draft(draft, target)
+            stack.enter_context(changed(found, allow_target_change))
             tell("greedy, float32")
             parts[GREEDY].append(greedy_check(target, found, prompts, settings.max_new_tokens))
             parts |= sampling_parts(target, found, prompts, settings, tell)

@@ -13,7 +13,7 @@ import transformers
 
 from selfspec import registry
 from selfspec._version import __version__
-from selfspec.checkpoint import CONFIG, WEIGHTS, heads_folder
+from selfspec.checkpoint import ADAPTER_WEIGHTS, CONFIG, WEIGHTS, heads_folder
 from selfspec.draft import Draft
 from selfspec.errors import ConfigError
 from selfspec.fingerprint import fingerprint
@@ -35,7 +35,8 @@ def draft_record(given: str | Path | Draft, draft: Draft) -> dict[str, Any]:
     files: dict[str, str] = {}
     if isinstance(given, (str, Path)) and not _is_method(given):
         folder = heads_folder(given)
-        files = {name: file_hash(folder / name) for name in (CONFIG, WEIGHTS) if (folder / name).is_file()}
+        names = (CONFIG, WEIGHTS, ADAPTER_WEIGHTS)
+        files = {name: file_hash(folder / name) for name in names if (folder / name).is_file()}
     config: Any = getattr(draft, "config", None)
     values = asdict(config) if is_dataclass(config) and not isinstance(config, type) else {}
     name = str(given) if isinstance(given, (str, Path)) else type(draft).__name__

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteri
 
 from selfspec import hf, registry
 from selfspec.accept import LOSSLESS, AcceptRule
+from selfspec.changes import change, refuse_change
 from selfspec.checkpoint import heads_folder
 from selfspec.draft import Draft
 from selfspec.errors import ConfigError, UnsupportedGeneration
@@ -59,6 +61,7 @@ def patch(
     check_base: bool = True,
     self_check: bool | None = None,
     record: str | Path | None = None,
+    allow_target_change: bool = False,
 ) -> PreTrainedModel:
     """Make `model.generate` draft and verify. Its arguments and its output stay what they were.
 
@@ -85,6 +88,8 @@ def patch(
             False takes any model, even one whose rounding depends on the width of a pass.
         record: a folder to write the token ids of prompts and answers to, for training on them (see
             `selfspec.inference.record`, also about privacy). None records nothing.
+        allow_target_change: let a method that trains the target along with its heads put its adapter into the model,
+            until `unpatch`; the text is then that of the changed model, and a warning says so.
 
     Returns:
         The same model. `model.speculation` holds the statistics.
@@ -92,7 +97,7 @@ def patch(
     Raises:
         UnsupportedModel: the model cannot be served exactly.
         CheckpointError: the heads are damaged or of another base model.
-        ConfigError: no such method or accept rule, or a method that needs training.
+        ConfigError: no such method or accept rule, a method that needs training, or one that would change the target.
     """
     recording = recorder(record)
     wrapper, model = model, unwrapped(model)
@@ -107,9 +112,22 @@ def patch(
         token=token,
         check_base=check_base,
         self_check=self_check,
+        allow_target_change=allow_target_change,
     )
     unpatch(model)
     made.speculation.recorder = recording
+    try:
+        made.speculation.undo = change(made.speculation.draft)
+    except ConfigError:
+        made.speculation.target.release()
+        raise
+    if made.speculation.undo is not None:
+        warnings.warn(
+            f"selfspec: {made.speculation.draft.kind} has changed the target; its text is that of the model with the "
+            "adapter, not that of the base model, until unpatch takes it out",
+            UserWarning,
+            stacklevel=2,
+        )
     made.speculation.replaced = vars(model).get("generate")
     model.__dict__[_HANDLE] = made.speculation
     model.__dict__["generate"] = made
@@ -128,6 +146,7 @@ def prepared(
     token: str | None = None,
     check_base: bool = True,
     self_check: bool | None = None,
+    allow_target_change: bool = False,
 ) -> PreparedGenerate:
     """A speculative `generate` for a model whose own one stays in place; arguments and errors are those of `patch`."""
     rule = AcceptRule(accept) if isinstance(accept, str) else accept
@@ -140,6 +159,7 @@ def prepared(
     target = checked_target(model, self_check)
     try:
         found, known = _drafts(draft, target, revision, token, check_base, combine)
+        refuse_change(found, allow_target_change)
         guarding = Guarding(target, found, nodes, known) if guarded else None
         speculation = Speculation(target, found, nodes, rule, guarding)
     except Exception:
@@ -180,6 +200,8 @@ def unpatch(model: PreTrainedModel) -> PreTrainedModel:
         if speculation.replaced is not None:
             inner.__dict__["generate"] = speculation.replaced
         speculation.target.release()
+        if speculation.undo is not None:
+            speculation.undo()
     for made in inner.__dict__.pop(KEPT, {}).values():
         made.speculation.target.release()
     return model

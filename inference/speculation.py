@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from selfspec.accept import AcceptRule
@@ -27,6 +28,7 @@ class Speculation:
         last: statistics of the call that finished last, None before the first.
         recorder: writes down text for training, None as a rule.
         replaced: a `generate` that someone had put on the model itself before it was patched, None as a rule.
+        undo: takes back what the draft changed of the target; None as a rule.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Speculation:
         self.last: Stats | None = None
         self.replaced: Any = None
         self.recorder: Recorder | None = None
+        self.undo: Callable[[], None] | None = None
         self._total, self._guarded = Stats(), GuardStats()
         self._lock = threading.Lock()
 
@@ -54,7 +57,8 @@ class Speculation:
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, last=None, _total=Stats(), _guarded=GuardStats(), _lock=threading.Lock())
+        fresh = {"last": None, "undo": None, "_total": Stats(), "_guarded": GuardStats()}
+        self.__dict__.update(state, **fresh, _lock=threading.Lock())
 
     def record(self, stats: Stats, guarded: GuardStats | None = None) -> None:
         """Take in a finished call, and what its guard did."""

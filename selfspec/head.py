@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -195,6 +196,8 @@ class DraftHead(nn.Module, ABC):
 
     kind: ClassVar[str]
     config_class: ClassVar[type[HeadConfig]]
+    changes_target: ClassVar[bool] = False
+    """Whether the text is that of another model than the target (see `change_target`)."""
 
     def __init__(self, config: HeadConfig, target: Target) -> None:
         super().__init__()
@@ -317,6 +320,17 @@ class DraftHead(nn.Module, ABC):
             ConfigError: PEFT is not installed.
         """
         return None
+
+    def change_target(self) -> Callable[[], None]:
+        """Change the target as this head wants it, where `changes_target`; returns what undoes it."""
+        raise ConfigError(f"{self.kind!r} heads do not change the target")
+
+    def at(self, share: float) -> None:
+        """Called before a training step, with the share of the training that has passed (0..1)."""
+
+    def learning_rates(self) -> dict[str, float]:
+        """By the beginning of parameters' names, the share of the learning rate that they are trained with."""
+        return {}
 
     def after_load(self) -> None:
         """Take borrowed parts again, now that the draft vocabulary is the saved one."""

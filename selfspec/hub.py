@@ -22,7 +22,7 @@ from huggingface_hub.utils import validate_repo_id
 from selfspec._version import __version__
 from selfspec.card import check_card, write_card
 from selfspec.card_sources import BENCHES, CARD, CERTIFICATE, FACTS, TRAINING, Facts, read_facts, read_json
-from selfspec.checkpoint import CONFIG, WEIGHTS, read_config, tensor_shapes, write_json
+from selfspec.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, WEIGHTS, read_config, tensor_shapes, write_json
 from selfspec.errors import CheckpointError, ConfigError, HubError
 from selfspec.provenance import PROVENANCE, file_hash, from_training, redact, redacted
 
@@ -229,6 +229,10 @@ def _copy_heads(folder: Path, work: Path) -> None:
     if (folder / WEIGHTS).is_file():
         tensor_shapes(folder / WEIGHTS)
         shutil.copyfile(folder / WEIGHTS, work / WEIGHTS)
+        if (folder / ADAPTER_WEIGHTS).is_file():
+            tensor_shapes(folder / ADAPTER_WEIGHTS)
+            shutil.copyfile(folder / ADAPTER_WEIGHTS, work / ADAPTER_WEIGHTS)
+            shutil.copyfile(folder / ADAPTER_CONFIG, work / ADAPTER_CONFIG)
     elif _has_weights(read_config(folder)["kind"]):
         raise CheckpointError(f"{folder / WEIGHTS} is missing; the heads' weights belong there")
 

@@ -33,10 +33,12 @@ from selfspec.heads.eagle3 import Eagle3Config
 from selfspec.heads.early_exit import EarlyExitConfig
 from selfspec.heads.hydra import HydraConfig, HydraCrossConfig
 from selfspec.heads.jetspec import JetSpecConfig
+from selfspec.heads.kangaroo import KangarooConfig
 from selfspec.heads.layer_skip import LayerSkipConfig
 from selfspec.heads.lookup import LookupConfig
 from selfspec.heads.low_rank import LowRankConfig
 from selfspec.heads.medusa import MedusaConfig
+from selfspec.heads.medusa2 import Medusa2Config
 from selfspec.heads.spec_infer import SpecInferConfig
 from selfspec.heads.swift import SwiftConfig
 from selfspec.target import Target
@@ -74,6 +76,10 @@ def _adapter(num_layers: int = 1, **kw: Any) -> AdapterConfig:
     )
 
 
+def _kangaroo(num_layers: int = 1, **kw: Any) -> KangarooConfig:
+    return KangarooConfig(**{"draft_vocab_size": 50, "threshold": 0.0, "depth": 3, "top_k": 3, **kw})
+
+
 ROWS = [
     Row("adapter", _adapter),
     Row("blockwise", _blockwise),
@@ -87,10 +93,12 @@ ROWS = [
     Row("jetspec", lambda **kw: JetSpecConfig(**{"draft_vocab_size": 50, "block_size": 4, **kw})),
     Row("hydra", lambda **kw: HydraConfig(**{"draft_vocab_size": 50, **kw})),
     Row("hydra-cross", lambda **kw: HydraCrossConfig(**{"draft_vocab_size": 50, **kw, "num_layers": 1})),
+    Row("kangaroo", _kangaroo),
     Row("layer-skip", lambda **kw: LayerSkipConfig(**{**SELF, "skip_attention": [1], "skip_mlp": [1, 2], **kw}), False),
     Row("lookup", lambda **kw: LookupConfig(), trainable=False),
     Row("low-rank", lambda **kw: LowRankConfig(**{**SELF, "rank": 0.5, **kw}), False),
     Row("medusa", lambda **kw: MedusaConfig(**{"draft_vocab_size": 50, "num_heads": 3, **kw})),
+    Row("medusa-2", lambda **kw: Medusa2Config(**{"draft_vocab_size": 50, "num_heads": 3, "rank": 2, **kw})),
     Row("spec-infer", lambda **kw: SpecInferConfig(drafts=[LIKE_IT, OTHER]), trainable=False),
     Row("swift", lambda **kw: SwiftConfig(**{**SELF, "trials": 0, "remember": False, **kw}), False),
 ]

@@ -31,7 +31,9 @@ CYCLE = [5, 9, 5, 17, 9, 33, 5, 41, 17, 5, 52, 9, 41, 33, 60, 17]
 DEPTH, LENGTH = 3, 60
 CHAIN = {"tree_nodes": DEPTH + 1, "tree_top_k": 1}
 BLOCK = {"block_size": DEPTH + 1, "num_layers": 1, "position_decay": 0.0, **CHAIN}
+EXIT = {"exit_layer": 2, "threshold": 0.0, "adaptive": False, "depth": DEPTH, "top_k": 1, "nodes": DEPTH + 1}
 FORMS: dict[str, dict[str, Any]] = {
+    "adapter": {"base_draft": "early-exit", "settings": EXIT, "train_depth": DEPTH},
     "blockwise": {"num_heads": DEPTH},
     "dflash": BLOCK,
     "dspark": {**BLOCK, "stop_below": 0.0, "markov_rank": 16},
@@ -44,8 +46,9 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 """Forms that draft a chain of DEPTH tokens and count as many depths in training."""
 
-ELSEWHERE = {"mtp"}
-"""Heads that need a target with layers of their own: `test_heads_mtp.py`."""
+ELSEWHERE = {"kangaroo", "medusa-2", "mtp"}
+"""Heads that count one depth in training (`test_heads_kangaroo.py`), change the target (`test_heads_medusa2.py`), or
+need a target with layers of their own (`test_heads_mtp.py`)."""
 
 
 def trainable() -> list[str]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec import registry
+from selfspec.changes import changed
 from selfspec.checkpoint import save_head, write_json
 from selfspec.errors import ConfigError, TrainingError
 from selfspec.fingerprint import fingerprint
@@ -126,7 +127,8 @@ def _train(
     if main:
         if prompts:
             new_tokens = recipe.evaluation.max_new_tokens
-            results["decoding"] = evaluate(target, tokenizer, head, prompts, new_tokens, progress)
+            with changed(head, allowed=True):
+                results["decoding"] = evaluate(target, tokenizer, head, prompts, new_tokens, progress)
         minutes["evaluate"] = _minutes_since(began)
         _finish(recipe, head, data, trainer, minutes, results)
     state.wait_for_everyone()

@@ -124,6 +124,18 @@ class HeadTrainer(Trainer):
         finally:
             self.stopping.restore()
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's, with the parameters that the head wants trained more slowly in groups of their own."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        for start, share in self.head.learning_rates().items():
+            slow = {id(p) for name, p in self.head.named_parameters() if name.startswith(start)}
+            for group in list(optimizer.param_groups):
+                chosen = [p for p in group["params"] if id(p) in slow]
+                if chosen:
+                    group["params"] = [p for p in group["params"] if id(p) not in slow]
+                    optimizer.add_param_group({**group, "params": chosen, "lr": share * group["lr"]})
+        return optimizer
+
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LRScheduler:
         """The learning rate of `Progress`."""
         if self.lr_scheduler is None:
@@ -139,6 +151,7 @@ class HeadTrainer(Trainer):
         Raises:
             TrainingError: naming the step.
         """
+        self.head.at(self.progress.share(self.state.global_step) if model.training else 1.0)
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         value = loss[0] if isinstance(loss, tuple) else loss
         self.demand_finite(torch.isfinite(value.detach()).all(), "loss")

@@ -31,6 +31,10 @@ def certify(
     threads: opt.Threads = None,
     seed: opt.Seed = 0,
     quick: Annotated[bool, typer.Option("--quick", help="The same checks with fewer samples.")] = False,
+    allow_target_change: Annotated[
+        bool,
+        typer.Option("--allow-target-change", help="Certify a method that changes the target."),
+    ] = False,
     check: Annotated[
         Path | None, typer.Option(help="Only see whether this certificate belongs to the target and the draft.")
     ] = None,
@@ -59,19 +63,27 @@ def certify(
     settings = CertifySettings(**given, temperature=temperature, seed=seed, rule=AcceptRule(accept))
     model, tokenizer = opt.load(target, dtype, device, threads)
     ids = opt.prompt_ids(tokenizer, prompts, min(limit, 3) if quick else limit, seed)
-    _run(model, draft, ids, settings, json)
+    _run(model, draft, ids, settings, json, allow_target_change)
 
 
-def _run(model: PreTrainedModel, draft: str, ids: list[list[int]], settings: Any, json: Path) -> None:
+def _run(
+    model: PreTrainedModel, draft: str, ids: list[list[int]], settings: Any, json: Path, allow_change: bool
+) -> None:
     from selfspec.checkpoint import write_json
     from selfspec.inference.certify import certify as make
     from selfspec.inference.certify import verdicts
 
     command = ["selfspec", *sys.argv[1:]]
-    record = make(model, draft, ids, settings, command, lambda part: typer.echo(f"checking: {part}", err=True))
+
+    def tell(part: str) -> None:
+        typer.echo(f"checking: {part}", err=True)
+
+    record = make(model, draft, ids, settings, command, tell, allow_target_change=allow_change)
     write_json(json, record)
     for line, passed in verdicts(record["parts"]):
         typer.echo(f"{'pass' if passed else 'FAIL'}  {line}")
+    if record["target"]["changed"]:
+        typer.echo("note  this is about the target with the adapter of the draft, not about the base model")
     _show_differences(record["parts"]["greedy"])
     typer.echo(f"{'certified' if record['passed'] else 'NOT certified'} in {record['seconds']:.0f} s: {json}")
     if not record["passed"]:
