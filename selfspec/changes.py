@@ -16,7 +16,7 @@ def changes_target(draft: Any) -> bool:
 
 def refuse_change(draft: Any, allowed: bool) -> None:
     """Raise ConfigError for a draft that changes the target where that was not allowed, or is part of a joint one."""
-    if any(changes_target(part) for part in getattr(draft, "parts", getattr(draft, "drafts", ()))):
+    if any(changes_target(part) for part in getattr(draft, "parts", ())):
         raise ConfigError("a draft that changes the target cannot be joined with others; use it alone")
     if changes_target(draft) and not allowed:
         raise ConfigError(

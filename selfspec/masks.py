@@ -93,7 +93,7 @@ def block_diagonal(counts: Sequence[int], window: int | None, device: torch.devi
     block = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(device)
     place = torch.cat([torch.arange(count) for count in counts]).to(device)
     seen = (block.unsqueeze(1) == block) & (place.unsqueeze(1) >= place)
-    return (seen if window is None else seen & _reaches(place.unsqueeze(1), place, window)).unsqueeze(0)
+    return (seen if window is None else seen & reaches(place.unsqueeze(1), place, window)).unsqueeze(0)
 
 
 def as_attention_mask(seen: Tensor, attention: str, dtype: torch.dtype) -> Tensor:

@@ -248,7 +248,7 @@ class Target(TargetParts):
         """
         options: dict[str, Any] = {"attention_mask": attention_mask}
         if blocks is not None:
-            options["attention_mask"] = self._masks(lambda window: block_diagonal(blocks, window, tokens.device))
+            options["attention_mask"] = self.masks(lambda window: block_diagonal(blocks, window, tokens.device))
             options["position_ids"] = (
                 torch.cat([torch.arange(count) for count in blocks]).to(tokens.device).unsqueeze(0)
             )
