@@ -393,7 +393,7 @@ def test_a_head_learns_a_cyclic_language(kind: str, cyclic: PreTrainedModel, cyc
     mask = (torch.arange(29) > 8).expand(12, -1)  # the first token of a cycle cannot be foreseen
     loss = head.loss(to_verified(collate([{"input_ids": t, "learn": t > 1} for t in texts]), head.needs, target), mask)
     assert (loss.correct / loss.seen).min() > 0.99, loss
-    decoding = evaluate(cyclic, tokenizer(), head, texts[:, :12].tolist(), 100)
+    decoding = evaluate(cyclic, tokenizer(), head, texts[:, :12].tolist(), 200)
     trained = decoding["accepted_by_depth"][: len(loss.seen)]
     assert min(trained) > 0.94, decoding  # the last round of each prompt is cut short
     assert set(head.output.vocab.ids.tolist()) >= {*range(2, 22), 96}
