@@ -44,12 +44,12 @@ def serve(
     except ImportError as error:
         raise ConfigError(f"the server is not installed ({error}); run: pip install 'selfspec[serve]'") from error
     from selfspec.resolve import resolve_draft
-    from selfspec.target import Target
+    from selfspec.selfcheck import checked_target
 
     opt.log_to_terminal()
     sock = listen(host, port)
     model, tokenizer = opt.load(target, dtype, device, threads)
-    door = Target(model)
+    door = checked_target(model)
     made: Any = resolve_draft(draft, door) if draft is not None else None
     limits = Limits(max_rows, max_tokens, max(max_queue, 1), timeout)
     front = Front(name or target, api_key or None, max_body)

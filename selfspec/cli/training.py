@@ -46,12 +46,12 @@ def distill(
         check_file(json)
     given = {"mode": mode, "source": source, "max_tokens": max_tokens, "max_new_tokens": max_new_tokens}
     config = _distill_config({**given, "temperature": temperature, "seed": seed, **opt.key_values(settings or [])})
-    from selfspec.target import Target
+    from selfspec.selfcheck import checked_target
     from selfspec.train.distill import distill as make
 
     opt.quiet_datasets()
     model, tokenizer = opt.load(target, dtype, device, threads)
-    door = Target(model)
+    door = checked_target(model)
     try:
         manifest = make(door, tokenizer, config, out)
     finally:
