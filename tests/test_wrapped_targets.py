@@ -87,6 +87,18 @@ def test_adapters_named_for_each_row_are_served_plainly(prompt: Tensor) -> None:
         assert torch.equal(model.generate(input_ids=ids, **given), wanted)
 
 
+def test_adapters_that_count_from_a_place_in_the_text_are_served_plainly(prompt: Tensor) -> None:
+    """aLoRA adapts the last tokens of a pass, from its invocation on; a tree of guesses is longer than that."""
+    counted = {"alora_invocation_tokens": prompt[0, 6:8].tolist(), "task_type": "CAUSAL_LM"}
+    model = adapted("one", target_modules=["q_proj", "v_proj", "o_proj"], **counted)
+    given = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), "max_new_tokens": NEW}
+    wanted = model.generate(**given)
+    with model.disable_adapter():
+        assert not torch.equal(model.generate(**given), wanted)
+    with patched(model, "lookup"), pytest.warns(UserWarning, match="aLoRA"):
+        assert torch.equal(model.generate(**given), wanted)
+
+
 def test_adapters_mixed_by_what_a_pass_reads_are_refused_by_name() -> None:
     peft = pytest.importorskip("peft")
 
@@ -192,13 +204,14 @@ def test_activations_scaled_over_a_whole_pass_are_refused_by_name() -> None:
         selfspec.patch(model, "lookup")
 
 
-def quantized(config: str) -> PreTrainedModel:
+def quantized(config: str, granularity: str | None = None) -> PreTrainedModel:
     """A tiny Llama quantised by torchao."""
     pytest.importorskip("torchao", reason="torchao is not installed")
     from torchao import quantization
 
+    options = {} if granularity is None else {"granularity": getattr(quantization, granularity)()}
     model = tiny.model("llama")
-    quantization.quantize_(model, getattr(quantization, config)())
+    quantization.quantize_(model, getattr(quantization, config)(**options))
     return model
 
 
@@ -217,6 +230,11 @@ def test_int8_activations_of_torchao_are_named_in_a_warning() -> None:
     with pytest.warns(UserWarning, match="rounds the activations of each token"):
         selfspec.patch(model, "lookup")
     selfspec.unpatch(model)
+
+
+def test_int8_activations_of_torchao_with_one_scale_per_pass_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModel, match=r"\(torchao\) scales the activations of a whole pass"):
+        selfspec.patch(quantized("Int8DynamicActivationInt8WeightConfig", "PerTensor"), "lookup")
 
 
 @pytest.mark.parametrize("options", [{}, {"llm_int8_skip_modules": []}], ids=["plain head", "packed head"])
