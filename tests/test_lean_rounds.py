@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import oracle
@@ -50,7 +52,7 @@ class OnDevice:
 
     def propose(self, state: Any, budget: Budget, sampling: Sampling, generator: Any) -> DraftTree:
         shape = TreeShape(self.shape.parents.clone())  # not seen before, as a tree grown by confidence is
-        tokens = (state[1].unsqueeze(1) + torch.arange(shape.nodes)) % tiny.VOCAB
+        tokens = (state[1].unsqueeze(1) + torch.arange(shape.nodes, device=state[1].device)) % tiny.VOCAB
         return DraftTree(tokens, shape)
 
 
@@ -163,4 +165,26 @@ def test_plain_decoding_waits_once_per_token() -> None:
     decode_plain(target, Request(ids, stopping=short))  # what is measured at first use
     counts = [len(syncs.count(lambda s=stop: decode_plain(target, Request(ids, stopping=s)))) for stop in (short, long)]
     assert counts[1] - counts[0] == 10
+    target.release()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("sampled", [False, True])
+def test_on_a_gpu_torch_sees_one_synchronisation_per_round(sampled: bool) -> None:
+    target = Target(tiny.model("llama").cuda())
+    asked = replace(request(do_sample=sampled), input_ids=tiny.text(1, 12).cuda())
+    shape = TreeShape(torch.tensor([[-1, 0, 0, 1, 1, 2]], device="cuda"))
+    with torch.no_grad():
+        generation = Generation(target, OnDevice(shape), asked, Output(asked))
+        generation.prefill()
+        generation.round()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                generation.round()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert len([w for w in seen if "synchronizing" in str(w.message)]) == 1
     target.release()
