@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shutil
 import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from selfspec.target import Target
 from selfspec.train.answer import write_rows
 from selfspec.train.corpus import STDLIB
 from selfspec.train.features import stored, thoughts
+from selfspec.train.forecast import dataset_bytes
 from selfspec.train.packing import packed_features
 from selfspec.train.rows import Plan, Row, plan_rows, planned_tokens
 from selfspec.train.settings import DistillConfig
@@ -74,11 +76,24 @@ def distill(
     parts = list(_in_shards(plan.rows, config))
     draft = resolve_draft(config.draft, target) if config.draft and config.mode == "write" else None
     total = sum(len(row.ids) + planned_tokens(row, config) for row in plan.rows)
+    needed = dataset_bytes(config, target.hidden_size, total)
+    _demand_space(shards.folder, needed, len(parts) and sum(map(shards.has, range(len(parts)))) / len(parts))
     with tqdm(total=total, unit="tok", unit_scale=True, desc=config.mode, disable=not progress) as bar:
         _fill(shards, parts, bar, lambda part: _made(target, tokenizer, config, part, draft, bar))
-    manifest = shards.finish(len(parts), target.vocab_size, plan.notes() | {"seen": state})
+    manifest = shards.finish(len(parts), target.vocab_size, plan.notes() | {"seen": state, "forecast_bytes": needed})
     _report(folder, manifest)
     return manifest
+
+
+def _demand_space(folder: Path, needed: int, done: float) -> None:
+    """Refuse to begin what the disk cannot hold."""
+    missing, free = int(needed * (1 - done)), shutil.disk_usage(folder).free
+    _log.info("%s: at most %.3f GB to write, %.1f GB are free", folder, missing / 1e9, free / 1e9)
+    if missing > free:
+        raise ConfigError(
+            f"{folder} needs up to {missing / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB free; lower max_tokens, "
+            "store fewer layers, set feature_dtype=float8, or give another folder"
+        )
 
 
 def _fill(shards: ShardFolder, parts: Sequence[list[Row]], bar: tqdm[Any], make: Any) -> None:

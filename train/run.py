@@ -34,6 +34,7 @@ from selfspec.target import Target
 from selfspec.train.data import TrainingRows
 from selfspec.train.distill import distill, tokenizer_hash
 from selfspec.train.evaluate import evaluate, held_out_prompts
+from selfspec.train.forecast import announce
 from selfspec.train.recipe import Recipe, Source
 from selfspec.train.refresh import trained_head
 from selfspec.train.resume import CHECKPOINTS, RESULT, newest_checkpoint, open_output
@@ -230,6 +231,7 @@ def _fit(recipe: Recipe, head: DraftHead, data: _Data, progress: bool) -> HeadTr
     rows = TrainingRows([(load_shards(p), w) for p, w in data.train], head.needs, size)
     held_out = TrainingRows([(load_shards(p), 1.0) for p in data.held_out], head.needs, size) if data.held_out else None
     trainer = HeadTrainer(head, rows, held_out, recipe.optimisation, args, progress)
+    trainer.forecast = announce(trainer)
     found = newest_checkpoint(folder)
     trainer.train(resume_from_checkpoint=None if found is None else str(found))
     if trainer.stopping.interrupted:
@@ -268,6 +270,7 @@ def _finish(
         "steps": trainer.state.global_step,
         "minutes": {name: round(value, 2) for name, value in minutes.items()},
         "data": {str(path.name): _sizes(path) for path in [*(p for p, _ in data.train), *data.held_out]},
+        "forecast": trainer.forecast,
         "results": results,
         "history": trainer.state.log_history,
     }

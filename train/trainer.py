@@ -97,6 +97,7 @@ class HeadTrainer(Trainer):
             raise ConfigError("heads are small: use plain data parallelism, or DeepSpeed ZeRO up to stage 2")
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
+        self.forecast: dict[str, Any] = {}
         self.stopping = Stopping(self.progress)
         for added in (Epochs(self.batches), GradientGuard(self), self.stopping, ProgressBar(self.progress, show)):
             self.add_callback(added)
