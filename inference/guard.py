@@ -34,6 +34,7 @@ _GAIN = 1.01
 """What a choice must promise over plain passes."""
 _SHARE, _PASSES, _TRUSTED_PASSES, _MOST_SAVED = 0.01, 1.0, 3.0, 16.0
 _FIRST_WAIT, _LONGEST_WAIT = 4, 256
+_CONTEXT_STEP = 32
 _FEWEST_RATIOS, KEPT_RATIOS = 5, 64
 
 
@@ -121,6 +122,7 @@ class Guard:
         self.live = live
         self._passes = _TRUSTED_PASSES if trusted else _PASSES
         self.stats = GuardStats()
+        self._listed: dict[tuple[Choice, float, int, int], float] = {}
         self.account = 0.0
         self.tokens = 0.0
         self._deepest = 1
@@ -130,14 +132,20 @@ class Guard:
 
     def cost(self, draft: int, choice: Choice, nodes: float, rows: int, context: int) -> float:
         """Seconds of a round."""
-        return self.scale[draft] * self.table.round(self.drafts[draft][1], choice, nodes, rows, context)
+        key = (choice, nodes, rows, context // _CONTEXT_STEP)
+        if key not in self._listed:
+            self._listed[key] = self.table.round(self.drafts[draft][1], choice, nodes, rows, context)
+        return self.scale[draft] * self._listed[key]
 
     def choose(self, rows: int, context: int, deepest: int) -> Choice:
         """How to draft the next round."""
-        now, plain = self.stats.rounds, self.table.plain(rows, context)
         self._deepest = deepest
+        if self._wait > 0:
+            self._wait -= 1
+            return OFF
         if self._wants_plain():
             return OFF
+        now, plain = self.stats.rounds, self.table.plain(rows, context)
         best, best_bound, gain = OFF, 1.0, 1.0
         for k, arm in self._arms:
             known = self.experience[k]
@@ -150,9 +158,6 @@ class Guard:
         if gain > _GAIN:
             self._next_wait = _FIRST_WAIT
             return best
-        if self._wait > 0:
-            self._wait -= 1
-            return OFF
         self._wait, self._next_wait = self._next_wait, min(2 * self._next_wait, _LONGEST_WAIT)
         self.stats.probes += best.draft is not None
         return best
@@ -190,6 +195,8 @@ class Guard:
             listed = cost / self.scale[choice.draft]
             arm = next(arm for _, arm in self._arms if arm.choice == choice)
             self.experience[choice.draft].learn(arm, result, self._deepest, self.stats.rounds)
+        if tokens > cost / plain:
+            self._wait, self._next_wait = 0, _FIRST_WAIT  # it paid: look again at once
         self.account = min(self.account + tokens - cost / plain, _MOST_SAVED)
         self.tokens += tokens
         self.stats.plain_seconds += plain * tokens

@@ -26,7 +26,7 @@ from selfspec.draft import Draft
 from selfspec.errors import ConfigError, UnsupportedGeneration
 from selfspec.inference.call import Call
 from selfspec.inference.drafting import Pick
-from selfspec.inference.guarding import Guarding, saved_chances
+from selfspec.inference.guarding import STATISTICS, Guarding, saved_chances
 from selfspec.inference.record import recorder
 from selfspec.inference.speculation import Speculation
 from selfspec.resolve import DraftLike, resolve_draft
@@ -188,7 +188,7 @@ def _known(draft: Any, revision: str | None, token: str | None) -> list[float]:
     if Path(draft).is_dir():
         return saved_chances(draft)
     method = str(draft).partition(":")[0]
-    return [] if method in registry.kinds() else saved_chances(heads_folder(draft, revision, token))
+    return [] if method in registry.kinds() else saved_chances(heads_folder(draft, revision, token, (STATISTICS,)))
 
 
 def unpatch(model: PreTrainedModel) -> PreTrainedModel:
