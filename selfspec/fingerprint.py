@@ -7,6 +7,7 @@ import hashlib
 import torch
 from torch import Tensor
 
+from selfspec.sharded import gathered, spread_over_processes, whole
 from selfspec.target import Target
 from selfspec.wrapped import holds_numbers
 
@@ -18,18 +19,29 @@ def fingerprint(target: Target) -> str:
 
     Values are rounded to bfloat16 first, so a model loaded in bfloat16 and the same one in float32 agree. Weights
     that are not plain floating-point tensors on a real device (quantised, offloaded) are left out and the print is
-    marked `config:`; such a print compares the architecture only.
+    marked `config:`; such a print compares the architecture only. Of a model that is spread over processes all of them
+    must take part.
     """
+    if target.known_fingerprint is not None:
+        return target.known_fingerprint
+    samples = [target.input_weight(), target.output_weight(), *target.norm_weights()]
+    with gathered(*samples):
+        made = _made(target, samples)
+    if spread_over_processes(*samples):
+        target.known_fingerprint = made
+    return made
+
+
+def _made(target: Target, samples: list[Tensor | None]) -> str:
     digest = hashlib.sha256()
     shape = (target.model_type, target.num_layers, target.hidden_size, target.vocab_size)
     digest.update(repr(shape).encode())
     architecture = digest.hexdigest()[:16]
-    samples = [target.input_weight(), target.output_weight(), *target.norm_weights()]
     if any(w is None or not holds_numbers(w) or w.is_meta or w.numel() == 0 for w in samples):
         return f"config:{architecture}"
     for weight in samples:
         assert weight is not None
-        digest.update(sample(weight))
+        digest.update(sample(whole(weight)))
     return f"weights:{architecture}:{digest.hexdigest()[:32]}"
 
 

@@ -68,6 +68,8 @@ class Target(TargetParts):
         self._taps = Taps(model)
         self._few_rows: FewRowsHead | None = None
         self._passes: DraftPasses | None = None
+        self.known_fingerprint: str | None = None
+        """Kept where the weights are spread over processes, because all of them must take part in making it."""
 
     def hidden_scale(self, generator: torch.Generator | None = None) -> Tensor:
         """`[D]` float32: the size of each channel of the last hidden state (root mean square over random tokens).

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from selfspec import hf
 from selfspec.errors import UnsupportedModel
+from selfspec.sharded import gathered, shape_of, whole
 from selfspec.wrapped import execution_device, holds_numbers
 
 _UNITS = 64
@@ -56,8 +57,8 @@ class TargetParts:
     def vocab_size(self) -> int:
         """V, the number of logits."""
         weight = self.output_weight()
-        if weight is not None and weight.numel() > 0:
-            return weight.shape[0]
+        if weight is not None and shape_of(weight).numel() > 0:
+            return shape_of(weight)[0]
         return int(getattr(self._output_head(), "out_features", self.config.vocab_size))
 
     @property
@@ -110,7 +111,7 @@ class TargetParts:
 
     def norm_weights(self) -> list[Tensor]:
         """A few vectors of the norms, for fingerprints."""
-        vectors = [p for p in hf.decoder_of(self.model).parameters() if p.shape == (self.hidden_size,)]
+        vectors = [p for p in hf.decoder_of(self.model).parameters() if shape_of(p) == (self.hidden_size,)]
         return [*vectors[:2], *vectors[-2:]]
 
     # Parts that drafts borrow
@@ -122,23 +123,22 @@ class TargetParts:
     def output_rows(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """Rows of the output head for `[Q]` token ids: weight `[Q, D]` and bias `[Q]` or None (copies).
 
-        Of a head that is offloaded or packs its weight they are read off its outputs.
+        Of a head that is offloaded or packs its weight they are read off its outputs. All processes must take part when
+        the model is sharded (DeepSpeed ZeRO-3, FSDP).
 
         Raises:
             UnsupportedModel: the head's weight is spread over ranks, or the head is no linear map.
         """
         head = self._output_head()
-        weight = self.output_weight()
+        weight, bias = self.output_weight(), getattr(head, "bias", None)
         if weight is None or weight.is_meta:
             return self._rows_from_outputs(head, token_ids)
-        if weight.numel() == 0:
-            raise UnsupportedModel(
-                "the target's output head is spread over ranks, so a draft cannot borrow rows of it; keep the output "
-                "head whole in memory"
-            )
-        bias = getattr(head, "bias", None)
-        index = token_ids.to(weight.device)
-        return weight.detach()[index], None if bias is None else bias.detach()[index]
+        with gathered(weight, bias):
+            if weight.numel() == 0:
+                raise UnsupportedModel(f"{_NO_ROWS}: it is spread over ranks; keep it whole in memory")
+            index = token_ids.to(weight.device)
+            rows = whole(weight.detach())[index]
+            return rows, None if bias is None else whole(bias.detach())[index]
 
     @torch.no_grad()
     def _rows_from_outputs(self, head: nn.Module, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -25,14 +25,16 @@ from selfspec.head import DraftHead
 from selfspec.target import Target
 from selfspec.train import run
 from selfspec.train.__main__ import main
+from selfspec.train.arguments import training_arguments
 from selfspec.train.callbacks import GradientGuard
 from selfspec.train.data import collate, to_verified
+from selfspec.train.distributed import connect
 from selfspec.train.evaluate import evaluate
 from selfspec.train.recipe import Optimisation, Recipe, load_recipe, make_recipe
 from selfspec.train.resume import newest_checkpoint
-from selfspec.train.run import Interrupted, processes, train
+from selfspec.train.run import Interrupted, train
 from selfspec.train.schedule import Progress
-from selfspec.train.trainer import HeadTrainer, training_arguments
+from selfspec.train.trainer import HeadTrainer
 
 torch.set_num_threads(1)
 ELSEWHERE = {"mtp"}
@@ -267,7 +269,7 @@ def test_minutes_end_the_training(tmp_path: Path) -> None:
 
 def test_recipe_errors_name_the_key(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
-    path.write_text(f"draft: {{kind: {METHODS[0]}}}\noptimisation: {{lr: 1.0e-3}}\n")
+    path.write_text("draft: {kind: eagle}\noptimisation: {lr: 1.0e-3}\n")
     assert load_recipe(path, ["optimisation.lr=3e-4", "data.0.max_tokens=7"]).data[0].max_tokens == 7
     for override, parts in {
         "optimisation.lrr=1": ["optimisation.lrr", "did you mean 'lr'"],
@@ -459,10 +461,10 @@ def test_interrupted_runs_go_on(
 
 
 def test_processes_that_do_not_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    processes("cpu")
+    connect("cpu")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(TrainingError, match="WORLD_SIZE is 2, but accelerate sees 1"):
-        processes("cpu")
+        connect("cpu")
 
 
 def test_command_line_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -495,7 +497,7 @@ def test_training_stays_on_the_device_of_a_given_model(
     cyclic: PreTrainedModel, cyclic_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(run, "processes", lambda device: asked.append(device) or processes("cpu"))
+    monkeypatch.setattr(run, "connect", lambda device, strategy: asked.append(device) or connect("cpu"))
     monkeypatch.setattr(Target, "device", torch.device("cuda:1"))
     with pytest.raises(ConfigError, match=r"cuda:1, training would run on cuda:0.*CUDA_VISIBLE_DEVICES"):
         train(cyclic_recipe(METHODS[0], cyclic_text, tmp_path / "out"), cyclic, tokenizer(), progress=False)

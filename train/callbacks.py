@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,14 @@ from transformers import TrainerState as State
 from transformers import TrainingArguments as Args
 
 from selfspec.train.data import TokenBatches
+from selfspec.train.distributed import checksum, demand_equal
 from selfspec.train.schedule import Progress
+from selfspec.train.sharding import own_part
 
 if TYPE_CHECKING:
     from selfspec.train.trainer import HeadTrainer
+
+_PATIENCE = 3
 
 
 class Epochs(TrainerCallback):
@@ -40,9 +45,51 @@ class GradientGuard(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Look at all gradients of the step; DeepSpeed keeps them to itself and skips steps that overflow."""
-        gradients = [p.grad for p in self.trainer.head.parameters() if p.grad is not None]
+        gradients = [own_part(p.grad) for p in self.trainer.head.parameters() if p.grad is not None]
         if gradients:
             self.trainer.demand_finite(torch.stack([torch.isfinite(g).all() for g in gradients]).all(), "gradient")
+
+
+class SameWeights(TrainerCallback):
+    """Compares the weights of all processes after the first step: equal gradients make equal weights."""
+
+    def __init__(self, trainer: HeadTrainer) -> None:
+        self.trainer = trainer
+        self.compared = False
+
+    def on_step_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
+        """Compare once."""
+        if self.compared or args.world_size == 1:
+            return
+        self.compared = True
+        with self.trainer.whole_head() as head:
+            sums = checksum(p for p in head.parameters() if p.requires_grad)
+        demand_equal(sums, args.device, "weights")
+
+
+class Divergence(TrainerCallback):
+    """Stops a run whose loss, after having fallen, rises far above where it was: it seldom comes back."""
+
+    def __init__(self, trainer: HeadTrainer) -> None:
+        self.trainer = trainer
+        self.best = math.inf
+        self.high = 0
+
+    def on_log(
+        self, args: Args, state: State, control: Control, logs: dict[str, float] | None = None, **kwargs: Any
+    ) -> None:
+        """Look at the logged loss, which is the same on all processes."""
+        limit = self.trainer.settings.divergence
+        if not limit or logs is None or "loss" not in logs:
+            return
+        loss = logs["loss"]
+        self.high = self.high + 1 if loss > limit * self.best else 0
+        self.best = min(self.best, loss)
+        if self.high >= _PATIENCE:
+            self.trainer.stop_for_good(
+                f"the loss is {loss:.3g} at step {state.global_step}, {loss / self.best:.1f} times what it was at its "
+                f"best ({self.best:.3g}), {_PATIENCE} times in a row: training diverges"
+            )
 
 
 class Stopping(TrainerCallback):

@@ -20,14 +20,20 @@ from selfspec.head import HeadConfig
 from selfspec.train.settings import DistillConfig
 
 SCHEDULES = ("cosine", "linear", "constant")
+PLACEMENTS = ("whole", "split", "sharded")
+QUANTIZATIONS = ("", "bitsandbytes-8bit", "bitsandbytes-4bit", "torchao-int8")
+STRATEGIES = ("auto", "ddp", "fsdp", "zero1", "zero2", "zero3")
 PRECISIONS = ("auto", "float32", "bfloat16")
 _LOWEST = [
     ("", "log_every", 1),
     ("", "save_every", 1),
     ("vocabulary", "size", 0),
-    *(("optimisation", name, 0) for name in ("lr", "micro_tokens", "warmup", "min_lr", "epochs", "max_minutes")),
+    *(
+        ("optimisation", name, 0)
+        for name in ("lr", "micro_tokens", "warmup", "min_lr", "epochs", "max_minutes", "divergence")
+    ),
     *(("optimisation", name, 1) for name in ("batch_tokens", "max_steps")),
-    *(("evaluation", name, 0) for name in ("every", "tokens", "prompts")),
+    *(("evaluation", name, 0) for name in ("every", "tokens", "prompts", "decode_every", "patience")),
     *(("evaluation", name, 1) for name in ("prompt_tokens", "max_new_tokens")),
 ]
 
@@ -76,6 +82,12 @@ class Optimisation:
         grad_clip: largest gradient norm; 0 does not clip.
         precision: `float32`, `bfloat16` (autocast; weights and losses stay float32), or `auto`: bfloat16 on an
             accelerator that has it. CPUs without bfloat16 instructions are faster in float32.
+        offload_activations: keep what the backward pass needs in main memory, which makes room on the accelerator;
+            `micro_tokens` is the cheaper way where a row fits.
+        strategy: how several processes share the work: `ddp` (each has the whole head), `fsdp` (weights, gradients and
+            optimizer state in pieces), `zero1`, `zero2`, `zero3` (DeepSpeed), or `auto`: what accelerate's
+            configuration says, else `ddp`.
+        divergence: end the run when the logged loss is so many times its best, three times in a row; 0 never does.
         seed: of the first weights and the order of the data.
     """
 
@@ -92,6 +104,9 @@ class Optimisation:
     betas: tuple[float, float] = (0.9, 0.95)
     grad_clip: float = 1.0
     precision: str = "auto"
+    offload_activations: bool = False
+    strategy: str = "auto"
+    divergence: float = 3.0
     seed: int = 0
 
 
@@ -103,6 +118,9 @@ class Evaluation:
         every: optimiser steps between measurements of loss and accuracy; 0 measures at the end only.
         tokens: held-out tokens for them, taken from the recipe's sources.
         prompts: held-out prompts decoded speculatively at the end; 0 leaves it out.
+        decode_every: optimiser steps between measurements by real speculative decoding of these prompts, which also
+            keep the best head; 0 decodes at the end only.
+        patience: end training after so many of these in a row without more tokens per round; 0 never does.
         prompt_tokens: the most tokens of a prompt.
         max_new_tokens: tokens to write per prompt.
     """
@@ -110,6 +128,8 @@ class Evaluation:
     every: int = 50
     tokens: int = 8192
     prompts: int = 8
+    decode_every: int = 0
+    patience: int = 0
     prompt_tokens: int = 128
     max_new_tokens: int = 64
 
@@ -122,6 +142,9 @@ class Recipe:
         target: folder, Hub id, or `demo`.
         dtype: of the target; `auto` takes what the device is fast at.
         device: of target and head; `auto` takes an accelerator if there is one.
+        placement: of the target: `whole` on every process, `split` over the accelerators of one process (device_map),
+            or `sharded` over all processes (by ZeRO-3 where the strategy is DeepSpeed's, else by FSDP).
+        quantization: of the target: `bitsandbytes-8bit`, `bitsandbytes-4bit`, `torchao-int8`, or empty.
         draft: `kind` and the fields of that method's configuration.
         init: folder or Hub id of trained heads of that kind to go on with; empty begins anew.
         data: sources of training text.
@@ -132,6 +155,7 @@ class Recipe:
         evaluation: on held-out text.
         log_every: optimiser steps between log lines.
         save_every: optimiser steps between checkpoints to resume from.
+        report_to: trackers to log to, by transformers' names: `tensorboard`, `wandb`, `trackio`, ...
         output: folder of the trained head.
         restart: throw away what an earlier run left in `output`.
     """
@@ -139,6 +163,8 @@ class Recipe:
     target: str = "demo"
     dtype: str = "auto"
     device: str = "auto"
+    placement: str = "whole"
+    quantization: str = ""
     draft: dict[str, Any] = field(default_factory=dict)
     init: str = ""
     data: list[Source] = field(default_factory=lambda: [Source()])
@@ -149,6 +175,7 @@ class Recipe:
     evaluation: Evaluation = field(default_factory=Evaluation)
     log_every: int = 10
     save_every: int = 100
+    report_to: list[str] = field(default_factory=list)
     output: str = "heads"
     restart: bool = False
 
@@ -162,10 +189,18 @@ class Recipe:
         optimisation = self.optimisation
         _one_of("optimisation.schedule", optimisation.schedule, SCHEDULES)
         _one_of("optimisation.precision", optimisation.precision, PRECISIONS)
+        _one_of("placement", self.placement, PLACEMENTS)
+        _one_of("quantization", self.quantization, QUANTIZATIONS)
+        _one_of("optimisation.strategy", optimisation.strategy, STRATEGIES)
         if optimisation.epochs is None and optimisation.max_steps is None and optimisation.max_minutes is None:
             raise ConfigError("training has no end; set optimisation.epochs, .max_steps or .max_minutes")
         if not self.data:
             raise ConfigError("the recipe has no data; list at least one source")
+        evaluation = self.evaluation
+        if evaluation.patience and not evaluation.decode_every:
+            raise ConfigError("evaluation.patience counts decodings while training; set evaluation.decode_every too")
+        if evaluation.decode_every and not evaluation.prompts:
+            raise ConfigError("evaluation.decode_every needs held-out prompts; set evaluation.prompts")
         for section, name, low in _LOWEST:
             value = getattr(getattr(self, section) if section else self, name)
             if value is not None and value < low:

@@ -14,7 +14,7 @@ from selfspec.train.shards import differences
 
 RUN, RESULT, CHECKPOINTS = "run.json", "training.json", "checkpoints"
 # Settings that may change between a run and its continuation.
-_FREE = ("output", "restart", "data_folder", "log_every", "save_every")
+_FREE = ("output", "restart", "data_folder", "log_every", "save_every", "report_to")
 
 
 def open_output(folder: Path, settings: Mapping[str, Any], restart: bool) -> bool:

@@ -6,7 +6,6 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-import os
 import platform
 import shutil
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import DistributedType, PartialState
+from accelerate import PartialState
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -27,20 +26,25 @@ from selfspec.checkpoint import save_head, write_json
 from selfspec.errors import ConfigError, TrainingError
 from selfspec.fingerprint import fingerprint
 from selfspec.head import DraftHead
-from selfspec.models import load_target
 from selfspec.outputs import check_folder
 from selfspec.selfcheck import checked_target
+from selfspec.sharded import shape_of, spread_over_processes
 from selfspec.target import Target
+from selfspec.train.arguments import training_arguments
 from selfspec.train.data import TrainingRows
+from selfspec.train.decoding import Decoding, best_folder, figures
 from selfspec.train.distill import distill, tokenizer_hash
+from selfspec.train.distributed import Processes, connect, shared_disk
 from selfspec.train.evaluate import evaluate, held_out_prompts
 from selfspec.train.forecast import announce
+from selfspec.train.loading import load
 from selfspec.train.recipe import Recipe, Source
 from selfspec.train.refresh import trained_head
 from selfspec.train.resume import CHECKPOINTS, RESULT, newest_checkpoint, open_output
 from selfspec.train.settings import DistillConfig
+from selfspec.train.sharding import shard_target
 from selfspec.train.shards import load_counts, load_shards, read_manifest
-from selfspec.train.trainer import HeadTrainer, training_arguments
+from selfspec.train.trainer import HeadTrainer
 from selfspec.train.write import end_tokens
 from selfspec.vocab import most_frequent
 
@@ -83,17 +87,20 @@ def train(
         Interrupted: Ctrl-C or SIGTERM; a checkpoint was saved.
     """
     recipe.check()
-    state = processes(recipe.device if model is None else str(model.device))
+    joined = connect(recipe.device if model is None else str(model.device), recipe.optimisation.strategy)
+    state = joined.state
     check_folder(recipe.output)
     torch.manual_seed(recipe.optimisation.seed)
     begun = time.monotonic()
     if model is None or tokenizer is None:
-        device = state.device if recipe.device == "auto" else recipe.device
-        model, tokenizer = load_target(recipe.target, dtype=recipe.dtype, device=device)
-    target = checked_target(model)
+        model, tokenizer = load(recipe, joined)
+    # A target in pieces cannot be tried by one process.
+    target = Target(model) if recipe.placement == "sharded" else checked_target(model)
     try:
+        if recipe.placement == "sharded":
+            shard_target(target, joined)
         _refuse_other_device(target.device, state)
-        _train(recipe, target, tokenizer, state, {"load": _minutes_since(begun)}, progress)
+        _train(recipe, target, tokenizer, joined, {"load": _minutes_since(begun)}, progress)
     finally:
         target.release()
     return Path(recipe.output)
@@ -103,11 +110,14 @@ def _train(
     recipe: Recipe,
     target: Target,
     tokenizer: PreTrainedTokenizerBase,
-    state: PartialState,
+    joined: Processes,
     minutes: dict[str, float],
     progress: bool,
 ) -> None:
+    state = joined.state
     main = state.is_main_process
+    for folder in dict.fromkeys([recipe.output, recipe.data_folder or recipe.output]):  # in one order on all processes
+        shared_disk(check_folder(folder), state)
     settings = recipe.to_dict() | {"fingerprint": fingerprint(target)}
     with state.main_process_first():
         finished = open_output(Path(recipe.output), settings, recipe.restart and main)
@@ -115,42 +125,32 @@ def _train(
         _log.info("%s holds the finished run of this recipe", recipe.output)
         return
     began = time.monotonic()
-    head = _new_head(recipe, target)
+    head = new_head(recipe, target)
     data = make_data(recipe, target, tokenizer, head, progress and main)
     if not recipe.init:  # heads that go on keep their vocabulary
         head.output.set_vocab(draft_vocabulary(recipe, data, target, tokenizer))
-    prompts = held_out_prompts(recipe, tokenizer) if main and recipe.evaluation.prompts else []
+    everywhere = recipe.placement == "sharded"
+    prompts = held_out_prompts(recipe, tokenizer) if (main or everywhere) and recipe.evaluation.prompts else []
+
+    def decode(head: DraftHead, show: bool = False) -> dict[str, Any]:
+        with changed(head, allowed=True):
+            return evaluate(target, tokenizer, head, prompts, recipe.evaluation.max_new_tokens, show)
+
     minutes["data"] = _minutes_since(began)
-    trainer = _fit(recipe, head, data, progress)
+    trainer = _trainer(recipe, head, data, progress, joined)
+    watched = recipe.evaluation
+    trainer.add_callback(Decoding(trainer, decode, watched.decode_every, watched.patience, everywhere))
+    _fit(trainer)
     minutes["train"] = trainer.progress.seconds / 60
     began = time.monotonic()
     results: dict[str, Any] = trainer.measure()
-    if main:
+    with trainer.whole_head():
         if prompts:
-            new_tokens = recipe.evaluation.max_new_tokens
-            with changed(head, allowed=True):
-                results["decoding"] = evaluate(target, tokenizer, head, prompts, new_tokens, progress)
-        minutes["evaluate"] = _minutes_since(began)
-        _finish(recipe, head, data, trainer, minutes, results)
-    state.wait_for_everyone()
-
-
-def processes(device: str) -> PartialState:
-    """The processes of this run, connected.
-
-    Raises:
-        TrainingError: a launcher started several processes that would train apart from each other.
-    """
-    wanted = int(os.environ.get("WORLD_SIZE", "1"))
-    cpu = device == "cpu" or (device == "auto" and not torch.accelerator.is_available())
-    state = PartialState(cpu=cpu)
-    if wanted != state.num_processes or (wanted > 1 and state.distributed_type is DistributedType.NO):
-        raise TrainingError(
-            f"WORLD_SIZE is {wanted}, but accelerate sees {state.num_processes} process(es) of type "
-            f"{state.distributed_type.value}, so they would train apart. Use `accelerate launch --multi_gpu` or "
-            "`torchrun`; on CPUs also set ACCELERATE_USE_CPU=true"
-        )
-    return state
+            results["decoding"] = decode(head, progress and main)
+        if main:
+            minutes["evaluate"] = _minutes_since(began)
+            _finish(recipe, head, data, trainer, minutes, results, joined)
+        state.wait_for_everyone()
 
 
 def _refuse_other_device(device: torch.device, state: PartialState) -> None:
@@ -194,8 +194,18 @@ def _make(
     content = [config.content(), fingerprint(target), str(target.dtype), tokenizer_hash(tokenizer)]
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
     path = folder / f"{config.mode}-{config.split}-{key}"
+    if not _complete(path) and spread_over_processes(*target.model.parameters()) and _needs_passes(config):
+        raise ConfigError(
+            f"the target is spread over processes, and {path} is not there yet: each makes its share of training text alone. "
+            "Make it first: this recipe with placement=whole or split, max_steps=1, another output and the "
+            "same data_folder"
+        )
     distill(target, tokenizer, config, path, progress and not _complete(path))  # processes share the work
     return path
+
+
+def _needs_passes(config: DistillConfig) -> bool:
+    return config.mode == "write" or config.predictions or config.hidden or bool(config.layers)
 
 
 def _complete(path: Path) -> bool:
@@ -212,34 +222,51 @@ def draft_vocabulary(recipe: Recipe, data: _Data, target: Target, tokenizer: Pre
     return most_frequent(counts, recipe.vocabulary.size or target.vocab_size, tuple(sorted(always)))
 
 
-def _new_head(recipe: Recipe, target: Target) -> DraftHead:
+def new_head(recipe: Recipe, target: Target) -> DraftHead:
+    """A head of the recipe's method, seeded; or the one that the recipe goes on with."""
     if recipe.init:
         return trained_head(recipe, target)
     config = recipe.head_config()
     generator = torch.Generator().manual_seed(recipe.optimisation.seed)
     head: DraftHead = registry.method(recipe.draft["kind"]).from_target(config, target, generator)
+    head.config.base_fingerprint = fingerprint(target)  # before one process saves alone: all may be needed for it
     return head
 
 
-def _fit(recipe: Recipe, head: DraftHead, data: _Data, progress: bool) -> HeadTrainer:
+def _trainer(recipe: Recipe, head: DraftHead, data: _Data, progress: bool, joined: Processes) -> HeadTrainer:
     folder = Path(recipe.output) / CHECKPOINTS
-    _try_saving(head, Path(recipe.output))
+    if joined.state.is_main_process:
+        _try_saving(head, Path(recipe.output))
     args = training_arguments(
-        recipe.optimisation, folder, head.target.device, recipe.log_every, recipe.save_every, recipe.evaluation.every
+        recipe.optimisation,
+        folder,
+        head.target.device,
+        recipe.log_every,
+        recipe.save_every,
+        recipe.evaluation.every,
+        joined.zero_stage,
+        recipe.report_to,
     )
     size = head.target.hidden_size
     rows = TrainingRows([(load_shards(p), w) for p, w in data.train], head.needs, size)
     held_out = TrainingRows([(load_shards(p), 1.0) for p in data.held_out], head.needs, size) if data.held_out else None
-    trainer = HeadTrainer(head, rows, held_out, recipe.optimisation, args, progress)
+    trainer = HeadTrainer(head, rows, held_out, recipe.optimisation, args, progress, joined.strategy)
     trainer.forecast = announce(trainer)
+    return trainer
+
+
+def _fit(trainer: HeadTrainer) -> None:
+    """Train, from the newest checkpoint if there is one, and take the best head if that was kept."""
+    folder = Path(str(trainer.args.output_dir))
     found = newest_checkpoint(folder)
     trainer.train(resume_from_checkpoint=None if found is None else str(found))
     if trainer.stopping.interrupted:
         raise Interrupted(
             f"interrupted at step {trainer.state.global_step}; the same command goes on from the checkpoint in {folder}"
         )
-    head.eval()
-    return trainer
+    if figures(trainer.state):
+        trainer.take(best_folder(trainer.args))
+    trainer.head.eval()
 
 
 def _try_saving(head: DraftHead, folder: Path) -> None:
@@ -255,6 +282,7 @@ def _finish(
     trainer: HeadTrainer,
     minutes: dict[str, float],
     results: dict[str, Any],
+    joined: Processes,
 ) -> None:
     output = Path(recipe.output)
     save_head(head, output, head.target.dtype)
@@ -263,10 +291,11 @@ def _finish(
         "argv": sys.argv,
         "recipe": recipe.to_dict(),
         "versions": {name: _version(name) for name in packages} | {"python": platform.python_version()},
-        "processes": PartialState().num_processes,
+        "processes": joined.state.num_processes,
+        "strategy": joined.strategy,
         "threads": torch.get_num_threads(),
         "device": str(head.target.device),
-        "trained_parameters": sum(p.numel() for p in head.parameters() if p.requires_grad),
+        "trained_parameters": sum(shape_of(p).numel() for p in head.parameters() if p.requires_grad),
         "steps": trainer.state.global_step,
         "minutes": {name: round(value, 2) for name, value in minutes.items()},
         "data": {str(path.name): _sizes(path) for path in [*(p for p, _ in data.train), *data.held_out]},

@@ -7,25 +7,42 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from selfspec.checkpoint import fill, save_head, write_json
-from selfspec.errors import ConfigError, TrainingError
+from selfspec.checkpoint import WEIGHTS, fill, save_head, write_json
+from selfspec.errors import TrainingError
 from selfspec.head import DraftHead
-from selfspec.train.callbacks import Epochs, GradientGuard, ProgressBar, Stopping
+from selfspec.train.arguments import freeze, micro_tokens, precise
+from selfspec.train.callbacks import Divergence, Epochs, GradientGuard, ProgressBar, SameWeights, Stopping
 from selfspec.train.data import TokenBatches, TrainingRows, collate, to_verified
 from selfspec.train.recipe import Optimisation
+from selfspec.train.resume import newest_checkpoint
 from selfspec.train.schedule import Progress
+from selfspec.train.sharding import (
+    for_writing,
+    load_whole,
+    optimizer_state,
+    set_optimizer_state,
+    shard,
+    whole,
+)
 
-PROGRESS = "progress.json"
+PROGRESS, OPTIMIZER = "progress.json", "optimizer.pt"
 _ENDLESS = 1_000_000_000
 
 
@@ -34,9 +51,11 @@ class TrainedHead(nn.Module):
 
     accepts_loss_kwargs = True
 
-    def __init__(self, head: DraftHead) -> None:
+    def __init__(self, head: DraftHead, settings: Optimisation, device: torch.device) -> None:
         super().__init__()
         self.head = head
+        self.device_type, self.precise = device.type, precise(settings, device)
+        self.offload = settings.offload_activations
 
     def forward(
         self,
@@ -53,8 +72,13 @@ class TrainedHead(nn.Module):
         """
         batch = {"tokens": tokens, "next_tokens": next_tokens, "counts": counts, **features}
         verified = to_verified(batch, self.head.needs, self.head.target)
-        result = self.head.loss(verified, labels >= 0, num_items_in_batch)
+        with torch.autocast(self.device_type, torch.bfloat16, enabled=self.precise), self._saved():
+            result = self.head.loss(verified, labels >= 0, num_items_in_batch)
         return {"loss": result.loss.float(), "correct": result.correct, "seen": result.seen}
+
+    def _saved(self) -> AbstractContextManager[Any]:
+        """Where what the backward pass needs waits for it."""
+        return save_on_cpu() if self.offload and self.training else nullcontext()
 
 
 class HeadTrainer(Trainer):
@@ -67,6 +91,7 @@ class HeadTrainer(Trainer):
         settings: of the optimisation.
         args: of Trainer; see `training_arguments`.
         show: show a progress bar.
+        strategy: how several processes share the work, see `selfspec.train.distributed`.
     """
 
     def __init__(
@@ -77,9 +102,10 @@ class HeadTrainer(Trainer):
         settings: Optimisation,
         args: TrainingArguments,
         show: bool = True,
+        strategy: str = "ddp",
     ) -> None:
         freeze(head)
-        self.head, self.trained = head, TrainedHead(head)
+        self.head, self.trained = head, TrainedHead(head, settings, args.device)
         self.settings = settings
         self.rows, self.held_out = train_rows, eval_rows
         self.batches = TokenBatches(
@@ -93,14 +119,43 @@ class HeadTrainer(Trainer):
         super().__init__(
             model=self.trained, args=args, train_dataset=train_rows, eval_dataset=eval_rows, data_collator=collate
         )
-        if self.is_fsdp_enabled or (self.is_deepspeed_enabled and _zero_stage(self) > 2):
-            raise ConfigError("heads are small: use plain data parallelism, or DeepSpeed ZeRO up to stage 2")
+        self.strategy = strategy
+        self._spread(args)
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
         self.forecast: dict[str, Any] = {}
         self.stopping = Stopping(self.progress)
-        for added in (Epochs(self.batches), GradientGuard(self), self.stopping, ProgressBar(self.progress, show)):
+        watchers = (GradientGuard(self), SameWeights(self), Divergence(self))
+        for added in (Epochs(self.batches), *watchers, self.stopping, ProgressBar(self.progress, show)):
             self.add_callback(added)
+
+    def _spread(self, args: TrainingArguments) -> None:
+        """Shard the head as the strategy says, and see that Trainer does what it says too."""
+        stage = int(self.strategy[4:]) if self.strategy.startswith("zero") else 0
+        if self.is_fsdp_enabled or _zero_stage(self) != stage:
+            raise TrainingError(
+                f"the strategy is {self.strategy}, but accelerate is set up for "
+                f"{self.accelerator.distributed_type.value} with ZeRO stage {_zero_stage(self)}; start a new process, "
+                "in which nothing uses accelerate before"
+            )
+        self.is_distributed_loading_by_transformers = self.strategy == "fsdp"  # Trainer then wraps nothing around it
+        if self.strategy == "fsdp":
+            shard(self.trained, args.device)
+
+    @contextmanager
+    def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
+        """Trainer's `no_sync` for FSDP2, which asks the model for a configuration that heads do not have."""
+        cast(FSDPModule, self.trained).set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            cast(FSDPModule, self.trained).set_requires_gradient_sync(True)
+
+    @contextmanager
+    def whole_head(self) -> Iterator[DraftHead]:
+        """The head with all its weights, whatever the strategy. All processes must take part."""
+        with whole(self.trained):
+            yield self.head
 
     def _planned_steps(self, args: TrainingArguments) -> int | None:
         per_epoch = -(-len(self.batches) // args.gradient_accumulation_steps)
@@ -165,14 +220,19 @@ class HeadTrainer(Trainer):
         if bool(finite):
             return
         step = self.state.global_step + 1
-        self._save_checkpoint(self.model_wrapped, None)
-        raise TrainingError(
-            f"the {what} is not finite at step {step}; the weights before it are in {self._newest_checkpoint()}. Lower "
-            "optimisation.lr, clip harder (grad_clip), or set precision=float32"
-        )
+        self.stop_for_good(f"the {what} is not finite at step {step}")
 
-    def _newest_checkpoint(self) -> Path:
-        return Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
+    def stop_for_good(self, reason: str) -> NoReturn:
+        """Save the weights if they are finite, and raise TrainingError with the reason and where good weights are."""
+        with self.whole_head() as head:
+            finite = all(bool(torch.isfinite(p).all()) for p in head.parameters())
+        if finite:
+            self._save_checkpoint(self.model_wrapped, None)
+        found = newest_checkpoint(Path(str(self.args.output_dir)))
+        kept = f"the last good weights are in {found}" if found else "there is no checkpoint yet"
+        raise TrainingError(
+            f"{reason}; {kept}. Lower optimisation.lr, clip harder (grad_clip), or set precision=float32"
+        )
 
     # Evaluation
 
@@ -198,8 +258,7 @@ class HeadTrainer(Trainer):
             for batch in DataLoader(self.held_out, batch_sampler=batches, collate_fn=collate):
                 batch = self._prepare_inputs(batch)
                 labels += int((batch["labels"] >= 0).sum())
-                with self.accelerator.autocast():
-                    out = self.trained(**batch, num_items_in_batch=one)
+                out = self.trained(**batch, num_items_in_batch=one)
                 sums = torch.cat([out["loss"].view(1), out["correct"].float(), out["seen"].float()])
                 total = sums if total is None else total + sums
         assert total is not None
@@ -213,89 +272,70 @@ class HeadTrainer(Trainer):
 
     # Saving
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if self.args.should_save:
-            folder = Path(output_dir or str(self.args.output_dir))
-            folder.mkdir(parents=True, exist_ok=True)
-            save_head(self.head, folder)
-            write_json(folder / PROGRESS, {"seconds": self.progress.seconds})
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        try:
+            super()._save_checkpoint(model, trial)
+        except (OSError, SafetensorError, RuntimeError) as error:  # two packages have errors of their own for this
+            if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
+                raise
+            raise TrainingError(
+                f"the checkpoint of step {self.state.global_step} could not be written to {self.args.output_dir} "
+                f"({str(error).splitlines()[0]}); those before it are whole, and the same command goes on from them"
+            ) from error
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The head, complete, by one process. All processes must take part."""
+        folder = Path(output_dir or str(self.args.output_dir))
+        with self.whole_head() as head:
+            if self.args.should_save:
+                save_head(head, folder)
+                write_json(folder / PROGRESS, {"seconds": self.progress.seconds})
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.strategy == "fsdp":
+            state = optimizer_state(self.trained, _plain(self.optimizer))
+            if self.args.should_save:
+                torch.save(state, os.path.join(output_dir, OPTIMIZER))
+                torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))  # type: ignore[union-attr]
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()  # the state file, written next, says that all files are there
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
-        fill(self.head, folder)
-        self.progress.begin(json.loads((folder / PROGRESS).read_text())["seconds"])
+        if self.strategy == "fsdp":
+            weights = load_file(folder / WEIGHTS)
+            load_whole(self.trained, {f"head.{name}": value for name, value in weights.items()})
+        else:
+            fill(self.head, folder)
+
+    def take(self, folder: Path) -> None:
+        """Replace the weights by those of a saved head. All processes must take part."""
+        with for_writing(self.trained):
+            self._load_from_checkpoint(str(folder))
+        self.head.after_load()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if self.strategy == "fsdp":
+            state = torch.load(os.path.join(checkpoint, OPTIMIZER), weights_only=True)
+            set_optimizer_state(self.trained, _plain(self.optimizer), state)
+            scheduler = torch.load(os.path.join(checkpoint, "scheduler.pt"), weights_only=True)
+            self.lr_scheduler.load_state_dict(scheduler)  # type: ignore[union-attr]
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        self.head.after_load()
+        self.progress.begin(json.loads((Path(checkpoint) / PROGRESS).read_text())["seconds"])
 
 
-def freeze(head: DraftHead) -> None:
-    """Make sure that the target does not train, and is no part of what does.
-
-    Raises:
-        TrainingError: the head holds parameters of the target, or none that train.
-    """
-    model = head.target.model
-    model.requires_grad_(False)
-    model.eval()
-    frozen = {id(p) for p in model.parameters()}
-    shared = [name for name, p in head.named_parameters() if id(p) in frozen]
-    if shared:
-        raise TrainingError(
-            f"the head holds parameters of the target: {shared}; borrow them as buffers that are not saved"
-        )
-    if not any(p.requires_grad for p in head.parameters()):
-        raise TrainingError(f"the {head.kind!r} head has no parameter that trains")
-
-
-def micro_tokens(settings: Optimisation, world: int) -> int:
-    """Tokens per forward pass and process."""
-    share = -(-settings.batch_tokens // world)
-    return min(settings.micro_tokens or share, share)
-
-
-def accumulation(settings: Optimisation, world: int) -> int:
-    """Forward passes per optimiser step and process."""
-    return max(round(settings.batch_tokens / (world * micro_tokens(settings, world))), 1)
-
-
-def precise(settings: Optimisation, device: torch.device) -> bool:
-    """Whether to compute in bfloat16 (autocast)."""
-    if settings.precision == "auto":
-        return device.type == "cuda" and torch.cuda.is_bf16_supported()
-    return settings.precision == "bfloat16"
-
-
-def training_arguments(
-    settings: Optimisation, folder: Path, device: torch.device, log_every: int, save_every: int, evaluate_every: int
-) -> TrainingArguments:
-    """Trainer's arguments for these settings."""
-    args = TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=device.type == "cpu",
-        learning_rate=settings.lr,
-        weight_decay=settings.weight_decay,
-        adam_beta1=settings.betas[0],
-        adam_beta2=settings.betas[1],
-        max_grad_norm=settings.grad_clip,
-        bf16=precise(settings, device),
-        seed=settings.seed,
-        max_steps=1,  # set when the data is known
-        logging_steps=log_every,
-        logging_nan_inf_filter=False,
-        eval_strategy="steps" if evaluate_every else "no",
-        eval_steps=evaluate_every or None,
-        save_strategy="steps",
-        save_steps=save_every,
-        save_total_limit=2,
-        label_names=["labels"],
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-        ddp_find_unused_parameters=False,
-        report_to="none",
-        disable_tqdm=True,
-    )
-    args.gradient_accumulation_steps = accumulation(settings, args.world_size)
-    if args.n_gpu > 1:  # several devices are used through processes, never through DataParallel
-        args._n_gpu = 1
-    return args
+def _plain(optimizer: Any) -> torch.optim.Optimizer:
+    """Without accelerate's wrapper."""
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
 
 
 def _zero_stage(trainer: Trainer) -> int:

@@ -89,6 +89,10 @@ def train(
         Path | None,
         typer.Option(help="Go on training the recipe's heads on text that `patch(.., record=FOLDER)` wrote down here."),
     ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Train nothing: tokens/s and memory here, beside the target's pass alone."),
+    ] = False,
     threads: opt.Threads = None,
     json: opt.JsonFile = None,
 ) -> None:
@@ -109,6 +113,9 @@ def train(
     opt.quiet(threads)
     opt.quiet_datasets()
     opt.log_to_terminal()
+    if measure:
+        _measure(loaded, json)
+        return
     try:
         folder = run(loaded)
     except Interrupted as stopped:
@@ -121,3 +128,19 @@ def train(
         from selfspec.checkpoint import write_json
 
         write_json(json, loads((folder / "training.json").read_text(encoding="utf-8")))
+
+
+def _measure(recipe: Any, json: Path | None) -> None:
+    from selfspec.train.distributed import connect
+    from selfspec.train.loading import load
+    from selfspec.train.measure import measure
+
+    found = measure(recipe, *load(recipe, connect(recipe.device, recipe.optimisation.strategy)))
+    typer.echo(f"{'loop':8} {'tokens/s':>10} {'of floor':>9} {'peak MiB':>9}")
+    for name, run in found["runs"].items():
+        share, peak = f"{run['share_of_floor']:.0%}", f"{run['peak_bytes'] / 2**20:.0f}"
+        typer.echo(f"{name:8} {run['tokens_per_s']:10.1f} {share:>9} {peak:>9}")
+    if json is not None:
+        from selfspec.checkpoint import write_json
+
+        write_json(json, found)
