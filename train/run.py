@@ -196,9 +196,9 @@ def _make(
     path = folder / f"{config.mode}-{config.split}-{key}"
     if not _complete(path) and spread_over_processes(*target.model.parameters()) and _needs_passes(config):
         raise ConfigError(
-            f"the target is spread over processes, and {path} is not there yet: each makes its share of training text alone. "
-            "Make it first: this recipe with placement=whole or split, max_steps=1, another output and the "
-            "same data_folder"
+            f"the target is spread over processes, and {path} is not there yet: each makes its share of training text "
+            "alone. Make it first: this recipe with placement=whole or split, max_steps=1, another output and the same "
+            "data_folder"
         )
     distill(target, tokenizer, config, path, progress and not _complete(path))  # processes share the work
     return path

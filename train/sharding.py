@@ -107,7 +107,7 @@ def shard_target(target: Target, joined: Processes) -> None:
     """
     if joined.state.num_processes == 1:
         raise ConfigError("placement=sharded needs several processes; with one, set placement=split")
-    fingerprint(target)
+    target.known_fingerprint = fingerprint(target)
     if joined.zero_stage:
         _shard_with_zero(target.model)
     else:
