@@ -185,6 +185,10 @@ class Recipe:
             source.check()
             if source.weight <= 0:
                 raise ConfigError(f"a source's weight is {source.weight}, wanted more than 0")
+        if self.init and Path(self.init).resolve() == Path(self.output).resolve():
+            raise ConfigError(
+                f"init and output are both {self.output!r}; give another output, so that the old heads stay"
+            )
         self.head_config()
         optimisation = self.optimisation
         _one_of("optimisation.schedule", optimisation.schedule, SCHEDULES)

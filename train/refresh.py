@@ -44,10 +44,8 @@ def trained_head(recipe: Recipe, target: Target) -> DraftHead:
 
     Raises:
         CheckpointError: there are none, or they are of another base model.
-        ConfigError: they are of another kind, or are those that the run would overwrite.
+        ConfigError: they are of another kind.
     """
-    if Path(recipe.init).resolve() == Path(recipe.output).resolve():
-        raise ConfigError(f"init and output are both {recipe.output!r}; give another output, the old heads are kept")
     head = load_head(recipe.init, target, dtype=torch.float32)
     if head.kind != recipe.draft.get("kind"):
         raise ConfigError(f"{recipe.init} holds {head.kind!r} heads, the recipe trains {recipe.draft.get('kind')!r}")
