@@ -26,7 +26,7 @@ from selfspec.draft import Draft
 from selfspec.errors import ConfigError, UnsupportedGeneration
 from selfspec.inference.call import Call
 from selfspec.inference.drafting import Pick
-from selfspec.inference.guarding import STATISTICS, Guarding, saved_chances
+from selfspec.inference.guard.setup import STATISTICS, Guarding, saved_chances
 from selfspec.inference.record import recorder
 from selfspec.inference.speculation import Speculation
 from selfspec.resolve import DraftLike, resolve_draft

@@ -9,8 +9,8 @@ from typing import Any
 from selfspec.accept import AcceptRule
 from selfspec.draft import Draft
 from selfspec.inference.drafting import Pick
-from selfspec.inference.guard import GuardStats
-from selfspec.inference.guarding import Guarding
+from selfspec.inference.guard.policy import GuardStats
+from selfspec.inference.guard.setup import Guarding
 from selfspec.inference.record import Recorder
 from selfspec.stats import STAGES, Stats
 from selfspec.target import Target

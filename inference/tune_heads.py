@@ -18,10 +18,10 @@ import torch
 from selfspec.checkpoint import write_json
 from selfspec.draft import Budget, Draft, Needs, Sampling, Verified
 from selfspec.inference.bench import BenchSettings
-from selfspec.inference.costs import CostTable, circumstances, draft_key, read_table, write_table
-from selfspec.inference.costs_measure import measure
 from selfspec.inference.engine import decode
-from selfspec.inference.guarding import STATISTICS
+from selfspec.inference.guard.costs import CostTable, circumstances, draft_key, read_table, write_table
+from selfspec.inference.guard.measure import measure
+from selfspec.inference.guard.setup import STATISTICS
 from selfspec.inference.runs import prepare
 from selfspec.stats import Stats
 from selfspec.target import Target

@@ -9,9 +9,9 @@ from typing import Any
 
 from selfspec.draft import Draft
 from selfspec.inference.choices import OFF, Choice, Round
-from selfspec.inference.costs import Asked, CostTable, Group, draft_key
-from selfspec.inference.guard import Guard
-from selfspec.inference.guard_acceptance import Experience
+from selfspec.inference.guard.acceptance import Experience
+from selfspec.inference.guard.costs import Asked, CostTable, Group, draft_key
+from selfspec.inference.guard.policy import Guard
 
 BF16 = {1: 52.0, 2: 51.0, 4: 54.0, 8: 61.0, 16: 74.0, 32: 95.0}
 FP32 = {1: 107.0, 2: 200.0, 4: 193.0, 8: 180.0, 16: 195.0, 32: 263.0}

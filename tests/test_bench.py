@@ -18,15 +18,16 @@ from rich.console import Console
 from transformers import LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 from selfspec.errors import ConfigError
-from selfspec.inference import bench as module
-from selfspec.inference.bench import BenchSettings, bench, resolve_drafts, rotated
+from selfspec.inference.bench import BenchSettings, bench, resolve_drafts
+from selfspec.inference.bench import measure as module
+from selfspec.inference.bench.figures import TRANSFORMERS, TRANSFORMERS_NGRAM, bootstrap, engine_share, recommended
+from selfspec.inference.bench.measure import rotated
+from selfspec.inference.bench.plots import plot_speed
+from selfspec.inference.bench.tables import acceptance_table, results_table
 from selfspec.inference.engine import decode
-from selfspec.inference.figures import TRANSFORMERS, TRANSFORMERS_NGRAM, bootstrap, engine_share, recommended
 from selfspec.inference.plain import decode_plain
-from selfspec.inference.plots import plot_speed
 from selfspec.inference.request import Request
 from selfspec.inference.runs import prepare
-from selfspec.inference.tables import acceptance_table, results_table
 from selfspec.inference.verdict import NEAR_TIE, Difference, compare, first_difference, overall, resolution
 from selfspec.target import Target
 

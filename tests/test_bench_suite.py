@@ -15,14 +15,14 @@ from scipy.stats import binom
 from selfspec import recipes
 from selfspec.errors import ConfigError
 from selfspec.inference.bench import BenchSettings, bench, resolve_drafts
-from selfspec.inference.bound import bound, cost_curve
+from selfspec.inference.bench.bound import bound, cost_curve
+from selfspec.inference.bench.figures import ASSISTED, EARLY_EXIT, bootstrap, by_task
+from selfspec.inference.bench.page import plot_page
+from selfspec.inference.bench.shapes import ScriptedDraft, random_model, rate_for, scripted_texts
+from selfspec.inference.bench.suite import Conditions, in_turn, lengthened, run_suite
+from selfspec.inference.bench.throughput import throughput
 from selfspec.inference.engine import decode
-from selfspec.inference.figures import ASSISTED, EARLY_EXIT, bootstrap, by_task
-from selfspec.inference.page import plot_page
 from selfspec.inference.runs import prepare, prepare_batch
-from selfspec.inference.shapes import ScriptedDraft, random_model, rate_for, scripted_texts
-from selfspec.inference.suite import Conditions, in_turn, lengthened, run_suite
-from selfspec.inference.throughput import throughput
 from selfspec.prompting import Prompt, read_prompts
 from selfspec.stats import Stats
 from selfspec.target import Target

@@ -25,13 +25,12 @@ from selfspec.draft import Sampling
 from selfspec.errors import ConfigError
 from selfspec.heads.lookup import Lookup
 from selfspec.heads.medusa import Medusa, MedusaConfig
-from selfspec.inference import certify_faults as faults
-from selfspec.inference.certify import CertifySettings, certify, verdicts
-from selfspec.inference.certify_draws import draws_check
-from selfspec.inference.certify_greedy import greedy_check, noise_floor
-from selfspec.inference.certify_record import mismatches, read_certificate
-from selfspec.inference.certify_rule import TOLERANCE, Shape, distance, shape_of
-from selfspec.inference.certify_statistics import detectable, fit, same_source, together
+from selfspec.inference.certify import CertifySettings, certify, faults, verdicts
+from selfspec.inference.certify.draws import draws_check
+from selfspec.inference.certify.greedy import greedy_check, noise_floor
+from selfspec.inference.certify.record import mismatches, read_certificate
+from selfspec.inference.certify.rule import TOLERANCE, Shape, distance, shape_of
+from selfspec.inference.certify.statistics import detectable, fit, same_source, together
 from selfspec.models import load_target
 from selfspec.target import Target
 from selfspec.tree import DraftTree, Drawn, TreeShape

@@ -11,7 +11,7 @@ from guard_tools import BF16, asked
 
 from selfspec.errors import ConfigError
 from selfspec.inference.choices import Choice
-from selfspec.inference.costs import (
+from selfspec.inference.guard.costs import (
     CostTable,
     Group,
     circumstances,
@@ -22,7 +22,7 @@ from selfspec.inference.costs import (
     table_path,
     write_table,
 )
-from selfspec.inference.costs_measure import measure
+from selfspec.inference.guard.measure import measure
 from selfspec.resolve import resolve_draft
 
 

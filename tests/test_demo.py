@@ -15,7 +15,7 @@ from rich.console import Console
 
 from selfspec import cli, registry
 from selfspec.errors import ConfigError
-from selfspec.inference.figures import PLAIN, TRANSFORMERS, TRANSFORMERS_NGRAM
+from selfspec.inference.bench.figures import PLAIN, TRANSFORMERS, TRANSFORMERS_NGRAM
 from selfspec.train import demo as module
 from selfspec.train.demo import demo_recipes, run_demo, untrained_kinds
 from selfspec.train.demo_settings import FULL, SMALL, DemoSettings, Scale

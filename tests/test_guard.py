@@ -22,11 +22,12 @@ import selfspec
 from selfspec import registry
 from selfspec.draft import Budget, Sampling, Verified
 from selfspec.errors import ConfigError
-from selfspec.inference import drafting, guarding
+from selfspec.inference import drafting
 from selfspec.inference.choices import OFF, Choice
 from selfspec.inference.drafting import Pick
 from selfspec.inference.engine import Generation, decode
-from selfspec.inference.guard import GuardStats, steps
+from selfspec.inference.guard import setup
+from selfspec.inference.guard.policy import GuardStats, steps
 from selfspec.inference.output import Output
 from selfspec.inference.request import Request
 from selfspec.resolve import resolve_draft
@@ -222,7 +223,7 @@ def test_what_is_kept_for_a_draft_is_bounded(target: Target, monkeypatch: pytest
 
 def _scripted_costs(monkeypatch: pytest.MonkeyPatch, curve: dict[int, float], step: float) -> Any:
     measure = tools.measured_as(curve, step)
-    monkeypatch.setattr(guarding, "measure", measure)
+    monkeypatch.setattr(setup, "measure", measure)
     return measure
 
 
@@ -302,7 +303,7 @@ def test_where_nothing_can_be_measured_drafts_are_asked_in_every_round(
     def refuse(*_: Any, **__: Any) -> Any:
         raise ConfigError("too short")
 
-    monkeypatch.setattr(guarding, "measure", refuse)
+    monkeypatch.setattr(setup, "measure", refuse)
     with patched(model, "lookup", guard=True):
         model.generate(prompt, max_new_tokens=4)
     assert "cannot be measured: too short" in caplog.text
@@ -340,14 +341,14 @@ def test_a_copied_model_learns_for_itself(
 
 
 def test_saved_statistics_are_read_from_the_folder_of_heads(tmp_path: Path) -> None:
-    assert guarding.saved_chances(tmp_path) == []
-    file = tmp_path / guarding.STATISTICS
+    assert setup.saved_chances(tmp_path) == []
+    file = tmp_path / setup.STATISTICS
     file.write_text('{"conditional_by_depth": [0.75, 0.5]}')
-    assert guarding.saved_chances(tmp_path) == [0.75, 0.5]
+    assert setup.saved_chances(tmp_path) == [0.75, 0.5]
     for damaged in ("{", "{}", '{"conditional_by_depth": [2]}', "[]"):
         file.write_text(damaged)
         with pytest.raises(ConfigError, match=r"statistics\.json"):
-            guarding.saved_chances(tmp_path)
+            setup.saved_chances(tmp_path)
 
 
 def test_savings_are_told_against_plain_rounds_of_the_same_calls() -> None:

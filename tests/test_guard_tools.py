@@ -17,8 +17,8 @@ from oracle import Oracle, bushy, chain, patched, plain
 from selfspec import cli, registry
 from selfspec.checkpoint import CONFIG, save_head
 from selfspec.heads.trees import best_choices, expected_tokens, fastest_choices
-from selfspec.inference import bench_guard as bench
-from selfspec.inference.guarding import STATISTICS, saved_chances
+from selfspec.inference.bench import guard as bench
+from selfspec.inference.guard.setup import STATISTICS, saved_chances
 from selfspec.inference.tune_heads import acceptance
 from selfspec.models import load_target
 from selfspec.target import Target
@@ -103,13 +103,13 @@ def test_tuned_heads_carry_statistics_a_profile_and_a_tree_and_still_write_the_s
 
 
 def _quick(target: Any, drafts: Any, text: Any, rows: int, seconds: float) -> Any:
-    from selfspec.inference.costs_measure import measure
+    from selfspec.inference.guard.measure import measure
 
     return measure(target, drafts, text, rows, 0.0, (1, 2, 4), ((None, None), (2, None)))
 
 
 def test_the_adversarial_benchmark_pairs_three_ways_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selfspec.inference.guarding.measure", _quick)
+    monkeypatch.setattr("selfspec.inference.guard.setup.measure", _quick)
     target = tiny.selfspec_target("llama")
     settings = bench.GuardBenchSettings(6, (1.5, 0.0), (1, 2), 3, 5)
     drafts = {"wrong": Oracle([[1]], chain(2))}

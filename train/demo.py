@@ -23,12 +23,12 @@ from selfspec.checkpoint import WEIGHTS, write_json
 from selfspec.draft import Draft
 from selfspec.errors import ConfigError
 from selfspec.inference.bench import BenchSettings, bench_with_progress, resolve_drafts
-from selfspec.inference.figures import PLAIN, TRANSFORMERS, recommended
+from selfspec.inference.bench.figures import PLAIN, TRANSFORMERS, recommended
+from selfspec.inference.bench.plots import plot_speed
+from selfspec.inference.bench.tables import difference_text, identical_text, results_table
 from selfspec.inference.patch import patch, unpatch
-from selfspec.inference.plots import plot_speed
 from selfspec.inference.runs import Job, prepare, run_plain, run_transformers
 from selfspec.inference.sizes import fastest_nodes
-from selfspec.inference.tables import difference_text, identical_text, results_table
 from selfspec.inference.verdict import Difference, compare, overall
 from selfspec.models import DEMO, load_target
 from selfspec.outputs import check_folder

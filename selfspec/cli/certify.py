@@ -104,7 +104,7 @@ def _show_differences(greedy: list[dict[str, Any]]) -> None:
 
 
 def _check(path: Path, target: str, draft: str, dtype: str, device: str | None, threads: int | None) -> None:
-    from selfspec.inference.certify_record import mismatches, read_certificate
+    from selfspec.inference.certify.record import mismatches, read_certificate
     from selfspec.inference.patch import resolve_draft
     from selfspec.target import Target
 
@@ -120,7 +120,7 @@ def _check(path: Path, target: str, draft: str, dtype: str, device: str | None, 
 
 
 def _self_test(threads: int | None) -> None:
-    from selfspec.inference.certify_faults import self_test
+    from selfspec.inference.certify.faults import self_test
 
     opt.quiet(threads)
     missed = 0

@@ -21,7 +21,7 @@ def adversarial(door: Any, drafts: dict[str, Any], prompts: list[list[int]], set
     import torch
 
     from selfspec import registry
-    from selfspec.inference.bench_guard import bench_guard
+    from selfspec.inference.bench.guard import bench_guard
 
     for kind in UNTRAINED:
         method = registry.method(kind)

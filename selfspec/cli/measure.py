@@ -68,10 +68,10 @@ def bench(
         results = _adversarial(target, draft or [], prompts, limit, dtype, device, threads, max_new_tokens, seed)
         return _write(json, results)
     from selfspec.inference.bench import BenchSettings
-    from selfspec.inference.page import plot_page
-    from selfspec.inference.plots import plot_speed
-    from selfspec.inference.suite import Conditions
-    from selfspec.inference.tables import batches_table, results_table
+    from selfspec.inference.bench.page import plot_page
+    from selfspec.inference.bench.plots import plot_speed
+    from selfspec.inference.bench.suite import Conditions
+    from selfspec.inference.bench.tables import batches_table, results_table
 
     if (target is None) == (gpu_shape is None):
         raise typer.BadParameter("give either --target or --gpu-shape")
@@ -113,7 +113,7 @@ def evaluate(
     if not draft:
         raise ConfigError("nothing to evaluate: give at least one --draft")
     from selfspec.inference.bench import BenchSettings
-    from selfspec.inference.tables import acceptance_table
+    from selfspec.inference.bench.tables import acceptance_table
 
     settings = BenchSettings(max_new_tokens, temperature, seed, baselines=False)
     results = _measure(target, draft, prompts, limit, dtype, device, threads, settings)
@@ -134,7 +134,7 @@ def _adversarial(
 ) -> dict[str, Any]:
     from selfspec.cli.guard import adversarial
     from selfspec.inference.bench import resolve_drafts
-    from selfspec.inference.bench_guard import GuardBenchSettings
+    from selfspec.inference.bench.guard import GuardBenchSettings
     from selfspec.target import Target
 
     if target is None:
@@ -182,7 +182,7 @@ def _measure_suite(
     conditions: Any,
 ) -> dict[str, Any]:
     from selfspec.inference.bench import resolve_drafts
-    from selfspec.inference.suite import run_suite
+    from selfspec.inference.bench.suite import run_suite
     from selfspec.target import Target
 
     model, tokenizer = opt.load(target, dtype, device, threads)
@@ -206,8 +206,8 @@ def _measure_shape(
 ) -> dict[str, Any]:
     import torch
 
-    from selfspec.inference.shapes import ScriptedDraft, random_model, rate_for, scripted_texts
-    from selfspec.inference.suite import lengthened, run_suite
+    from selfspec.inference.bench.shapes import ScriptedDraft, random_model, rate_for, scripted_texts
+    from selfspec.inference.bench.suite import lengthened, run_suite
     from selfspec.models import as_device, as_dtype
     from selfspec.target import Target
 

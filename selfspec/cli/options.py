@@ -96,7 +96,7 @@ def bench_prompts(
     A wrong file or task raises here; what is returned takes the tokenizer, which only snippets need.
     """
     from selfspec import recipes
-    from selfspec.inference.suite import in_turn
+    from selfspec.inference.bench.suite import in_turn
     from selfspec.prompting import Prompt, read_prompts
 
     if prompts is None and not tasks:

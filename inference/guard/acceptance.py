@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from selfspec.inference.choices import Choice, Round
-from selfspec.inference.costs import Asked
+from selfspec.inference.guard.costs import Asked
 
 FADE = 0.985
 """What a round still counts one round later."""

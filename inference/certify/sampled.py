@@ -19,7 +19,7 @@ from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteri
 
 from selfspec.accept import AcceptRule, accept
 from selfspec.draft import Budget, Draft, Sampling, Verified
-from selfspec.inference.certify_statistics import LEAST, Fit, detectable, fit, same_source
+from selfspec.inference.certify.statistics import LEAST, Fit, detectable, fit, same_source
 from selfspec.inference.engine import decode
 from selfspec.inference.request import Request
 from selfspec.inference.runs import prepare

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from selfspec.draft import Draft
 from selfspec.errors import ConfigError
+from selfspec.inference.bench.figures import PLAIN, TRANSFORMERS, bootstrap, ratios
 from selfspec.inference.engine import decode
-from selfspec.inference.figures import PLAIN, TRANSFORMERS, bootstrap, ratios
 from selfspec.inference.plain import decode_plain
 from selfspec.inference.request import Request
 from selfspec.inference.runs import now, prepare_batch, unpatched_generate

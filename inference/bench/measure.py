@@ -7,7 +7,7 @@ What is measured
     `seconds` and `tokens_per_s` leave the prefill out (it is in `prefill_seconds`); what a draft does with the prompt
     counts as decoding. `tokens_per_s` is tokens after the prefill over seconds.
     `cpu_seconds` is the processor time of whole calls; on a busy machine it says more than the wall clock.
-    How figures are made of it: `selfspec.inference.figures`.
+    How figures are made of it: `selfspec.inference.bench.figures`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from selfspec._version import __version__
 from selfspec.changes import refuse_change
 from selfspec.draft import Draft
 from selfspec.errors import ConfigError
-from selfspec.inference.bound import cost_curve
-from selfspec.inference.figures import (
+from selfspec.inference.bench.bound import cost_curve
+from selfspec.inference.bench.figures import (
     ASSISTED,
     EARLY_EXIT,
     PLAIN,

@@ -19,7 +19,7 @@ from selfspec import accept as rules
 from selfspec import target as door
 from selfspec.cache import SlotCache, SlotLayer
 from selfspec.errors import SelfspecError
-from selfspec.inference.certify import (
+from selfspec.inference.certify.certificate import (
     DRAWS,
     GREEDY,
     RULE,
@@ -30,8 +30,8 @@ from selfspec.inference.certify import (
     sampled_part,
     verdicts,
 )
-from selfspec.inference.certify_greedy import greedy_check
-from selfspec.inference.certify_models import VOCAB, Peek, tiny_model, tiny_prompts
+from selfspec.inference.certify.greedy import greedy_check
+from selfspec.inference.certify.models import VOCAB, Peek, tiny_model, tiny_prompts
 from selfspec.inference.stopping import Stopper
 from selfspec.scoring import Processors, TreeScores
 from selfspec.target import Target

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from selfspec.draft import Draft
 from selfspec.errors import ConfigError
-from selfspec.inference.bench import BenchSettings, bench_with_progress, check_prompts
-from selfspec.inference.throughput import throughput
+from selfspec.inference.bench.measure import BenchSettings, bench_with_progress, check_prompts
+from selfspec.inference.bench.throughput import throughput
 from selfspec.prompting import Prompt
 from selfspec.target import Target
 

@@ -22,11 +22,11 @@ from selfspec.accept import AcceptRule
 from selfspec.changes import changed, changes_target
 from selfspec.draft import Draft
 from selfspec.errors import ConfigError
-from selfspec.inference.certify_draws import draws_check
-from selfspec.inference.certify_greedy import greedy_check
-from selfspec.inference.certify_record import circumstances, draft_record, target_record
-from selfspec.inference.certify_rule import rule_check, shape_of
-from selfspec.inference.certify_sampled import Rounds, sampled_check
+from selfspec.inference.certify.draws import draws_check
+from selfspec.inference.certify.greedy import greedy_check
+from selfspec.inference.certify.record import circumstances, draft_record, target_record
+from selfspec.inference.certify.rule import rule_check, shape_of
+from selfspec.inference.certify.sampled import Rounds, sampled_check
 from selfspec.inference.patch import resolve_draft
 from selfspec.inference.runs import prepare
 from selfspec.target import Target

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from selfspec.inference.tables import title
+from selfspec.inference.bench.tables import title
 from selfspec.outputs import whole_file
 
 _log = logging.getLogger(__name__)

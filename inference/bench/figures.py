@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from scipy import stats as theory
 
-from selfspec.inference.bound import bound
+from selfspec.inference.bench.bound import bound
 from selfspec.inference.runs import Runner, Sample
 from selfspec.inference.verdict import Difference, overall
 from selfspec.stats import Stats

@@ -15,7 +15,7 @@ from scipy.stats import kstest
 from torch import Tensor
 
 from selfspec.draft import Budget, Draft, Sampling, Verified
-from selfspec.inference.certify_statistics import fit
+from selfspec.inference.certify.statistics import fit
 from selfspec.tree import DraftTree, Drawn
 
 _ENOUGH, _LOOKS = 20, 8

@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from selfspec.inference.choices import OFF, Choice, Round
-from selfspec.inference.costs import CostTable
-from selfspec.inference.guard_acceptance import Experience, per_row
+from selfspec.inference.guard.acceptance import Experience, per_row
+from selfspec.inference.guard.costs import CostTable
 
 _GAIN = 1.01
 """What a choice must promise over plain passes."""

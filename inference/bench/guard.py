@@ -16,10 +16,10 @@ import torch
 
 from selfspec.draft import Draft
 from selfspec.errors import ConfigError
+from selfspec.inference.bench.figures import bootstrap, ratios
 from selfspec.inference.engine import decode
-from selfspec.inference.figures import bootstrap, ratios
-from selfspec.inference.guard import GuardStats
-from selfspec.inference.guarding import Guarding
+from selfspec.inference.guard.policy import GuardStats
+from selfspec.inference.guard.setup import Guarding
 from selfspec.inference.plain import decode_plain
 from selfspec.inference.request import Request, Result
 from selfspec.inference.runs import now, prepare

@@ -13,11 +13,11 @@ import torch
 
 from selfspec.draft import Draft
 from selfspec.errors import ConfigError
-from selfspec.inference.costs import CostTable, circumstances, draft_key, read_table, write_table
-from selfspec.inference.costs_measure import measure
 from selfspec.inference.drafting import Pick, parts_of
-from selfspec.inference.guard import KEPT_RATIOS, Guard, drift, steps
-from selfspec.inference.guard_acceptance import Experience
+from selfspec.inference.guard.acceptance import Experience
+from selfspec.inference.guard.costs import CostTable, circumstances, draft_key, read_table, write_table
+from selfspec.inference.guard.measure import measure
+from selfspec.inference.guard.policy import KEPT_RATIOS, Guard, drift, steps
 from selfspec.inference.request import Request
 from selfspec.target import Target
 

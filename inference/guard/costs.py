@@ -23,7 +23,7 @@ from selfspec._version import __version__
 from selfspec.checkpoint import write_json
 from selfspec.draft import Draft
 from selfspec.fingerprint import fingerprint
-from selfspec.inference.bench import device_name
+from selfspec.inference.bench.measure import device_name
 from selfspec.inference.choices import Choice
 from selfspec.models import cache_folder
 from selfspec.target import Target

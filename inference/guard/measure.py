@@ -20,9 +20,9 @@ from transformers.generation import MaxLengthCriteria
 from selfspec.draft import Budget, Draft, DraftState, Needs, Sampling, Verified
 from selfspec.errors import ConfigError
 from selfspec.inference.choices import OFF, Choice, Round
-from selfspec.inference.costs import Asked, Group, draft_key, smoothed
 from selfspec.inference.drafting import Pick
 from selfspec.inference.engine import Generation
+from selfspec.inference.guard.costs import Asked, Group, draft_key, smoothed
 from selfspec.inference.output import Output
 from selfspec.inference.request import Request
 from selfspec.target import Target
