@@ -64,6 +64,11 @@ class Call:
     def run(self, speculation: Speculation, model_kwargs: dict[str, Any]) -> GenerateDecoderOnlyOutput | Tensor:
         """Speculate, or decode plainly with a warning that says why."""
         refuse(self.config)
+        if (size := speculation.target.vocab_size) < speculation.vocab_size:
+            raise UnsupportedGeneration(
+                f"the model has a vocabulary of {size} tokens, it had {speculation.vocab_size} when it was patched; "
+                "patch it again with a draft made for it as it is now"
+            )
         reasons = obstacles(self, speculation.target, model_kwargs)
         if speculation.accept.lossy and self.config.do_sample:
             reasons += [f"processor {name} under a lossy rule" for name in may_keep_state(self.processors)]

@@ -21,6 +21,7 @@ class Speculation:
 
     Attributes:
         target: the door to the model.
+        vocab_size: of the model when it was patched.
         draft: the draft in use.
         nodes: the most nodes of a tree, None if the draft decides.
         accept: how sampled trees are judged.
@@ -40,6 +41,7 @@ class Speculation:
         guarding: Guarding | None = None,
     ) -> None:
         self.target = target
+        self.vocab_size = target.vocab_size
         self.draft = draft
         self.nodes = nodes
         self.accept = accept or AcceptRule()
@@ -53,7 +55,7 @@ class Speculation:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy (of the model, usually) keeps the draft and counts for itself."""
-        kept = ("target", "draft", "nodes", "accept", "guarding", "replaced", "recorder")
+        kept = ("target", "vocab_size", "draft", "nodes", "accept", "guarding", "replaced", "recorder")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

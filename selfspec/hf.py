@@ -1,6 +1,6 @@
 """Everything that leans on the inside of transformers, in one place.
 
-Supported range: transformers >= 5.24, < 5.40 (`forward` takes `cache=`; `Cache` is a list of layers).
+The supported range is in versions.py.
 """
 
 from __future__ import annotations
@@ -9,29 +9,31 @@ import re
 from typing import Any
 
 import torch
-import transformers
-from packaging.version import Version
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel, modeling_layers
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DummyLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
-from transformers.generation import GenerationMixin
-from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.integrations.fsdp import is_fsdp_managed_module
-from transformers.pytorch_utils import Conv1D
 
+from selfspec import versions
 from selfspec.errors import UnsupportedModel
 from selfspec.wrapped import holds_numbers
 
-MIN_VERSION, END_VERSION = Version("5.24"), Version("5.40")
+try:
+    from transformers import DynamicCache, PreTrainedModel, modeling_layers
+    from transformers.cache_utils import (
+        Cache,
+        CacheLayerMixin,
+        DummyLayer,
+        DynamicLayer,
+        DynamicSlidingWindowLayer,
+        LinearAttentionAndFullAttentionLayer,
+        LinearAttentionAndSlidingWindowAttentionLayer,
+        LinearAttentionLayer,
+    )
+    from transformers.generation import GenerationMixin
+    from transformers.integrations import is_deepspeed_zero3_enabled
+    from transformers.integrations.fsdp import is_fsdp_managed_module
+    from transformers.pytorch_utils import Conv1D
+except ImportError as error:
+    raise versions.other_version() from error
+
 MASKED_ATTENTION = ("eager", "sdpa")
 """Attention back ends that take an arbitrary 4-D mask."""
 _ATTENTION = ("self_attn", "self_attention", "attention", "attn")
@@ -48,7 +50,6 @@ __all__ = [
     "attention_of",
     "batch_of",
     "blocks_of",
-    "check_version",
     "config_of",
     "decoder_of",
     "dynamic_cache",
@@ -78,16 +79,6 @@ class Chunk(int):
 
 Window = int | type[DummyLayer] | None
 """What a layer keeps keys of: None all tokens, an int a sliding window, a Chunk its chunk, DummyLayer nothing."""
-
-
-def check_version() -> None:
-    """Raise UnsupportedModel when the installed transformers is outside the supported range."""
-    found = Version(transformers.__version__)
-    if not MIN_VERSION <= Version(found.base_version) < END_VERSION:
-        raise UnsupportedModel(
-            f"transformers {found} is installed, this version of selfspec works with >= {MIN_VERSION}, "
-            f"< {END_VERSION}; run: pip install 'transformers>={MIN_VERSION},<{END_VERSION}'"
-        )
 
 
 def config_of(model: PreTrainedModel) -> Any:

@@ -24,6 +24,7 @@ from selfspec.support import refuse_unsupported, takes_positions, why_chain_only
 from selfspec.taps import Taps
 from selfspec.target_parts import TargetParts
 from selfspec.tree import Computed, DraftTree, TreeShape
+from selfspec.versions import check_version
 
 _PROBE = (8, 64)
 
@@ -56,7 +57,7 @@ class Target(TargetParts):
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        hf.check_version()
+        check_version()
         refuse_unsupported(model)
         super().__init__(model)
         self.windows = hf.layer_windows(self.config)

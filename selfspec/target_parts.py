@@ -130,12 +130,13 @@ class TargetParts:
             UnsupportedModel: the head's weight is spread over ranks, or the head is no linear map.
         """
         head = self._output_head()
-        weight, bias = self.output_weight(), getattr(head, "bias", None)
-        if weight is None or weight.is_meta:
-            return self._rows_from_outputs(head, token_ids)
-        with gathered(weight, bias):
-            if weight.numel() == 0:
+        held, bias = getattr(head, "weight", None), getattr(head, "bias", None)
+        with gathered(held if isinstance(held, Tensor) else None, bias):
+            weight = self.output_weight()  # ZeRO-3 leaves a vector of nothing where nobody gathers
+            if isinstance(held, Tensor) and held.numel() == 0:
                 raise UnsupportedModel(f"{_NO_ROWS}: it is spread over ranks; keep it whole in memory")
+            if weight is None or weight.is_meta:
+                return self._rows_from_outputs(head, token_ids)
             index = token_ids.to(weight.device)
             rows = whole(weight.detach())[index]
             return rows, None if bias is None else whole(bias.detach())[index]
