@@ -141,6 +141,7 @@ def test_thirty_kills_at_random_moments(text: Path, whole: Path, tmp_path: Path)
     assert_same(tmp_path / str(runs), whole)
 
 
+@pytest.mark.nightly
 def test_sigterm_saves_and_ends_cleanly(text: Path, whole: Path, tmp_path: Path) -> None:
     process = start(tmp_path, text)
     while process.poll() is None and not any((tmp_path / "out").glob("checkpoints/checkpoint-3*")):
@@ -153,6 +154,7 @@ def test_sigterm_saves_and_ends_cleanly(text: Path, whole: Path, tmp_path: Path)
     assert_same(tmp_path, whole)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt"])
 def test_a_full_disk_leaves_the_last_checkpoint_whole(file: str, text: Path, whole: Path, tmp_path: Path) -> None:
     """Once the first checkpoint is there, no file may grow as large as this one of it."""
