@@ -43,6 +43,8 @@ from selfspec.train.sharding import (
 )
 
 PROGRESS, OPTIMIZER = "progress.json", "optimizer.pt"
+_WRITING = ("PytorchStreamWriter", "iostream")
+"""In the messages of RuntimeErrors that torch.save raises when a disk is full."""
 _ENDLESS = 1_000_000_000
 
 
@@ -276,7 +278,7 @@ class HeadTrainer(Trainer):
         try:
             super()._save_checkpoint(model, trial)
         except (OSError, SafetensorError, RuntimeError) as error:  # two packages have errors of their own for this
-            if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
+            if isinstance(error, RuntimeError) and not any(word in str(error) for word in _WRITING):
                 raise
             raise TrainingError(
                 f"the checkpoint of step {self.state.global_step} could not be written to {self.args.output_dir} "
