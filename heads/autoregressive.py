@@ -41,6 +41,8 @@ class LayeredConfig(TaughtConfig):
         num_key_value_heads: key and value heads.
         head_dim: size of one head; never derived from the other sizes once it is written here.
         rope_theta: base of the rotary frequencies.
+        rope_scaling: how they are scaled, as transformers' `rope_parameters` without the base: `rope_type` llama3,
+            linear, yarn or longrope, and its numbers. None leaves them plain, whatever the target does.
         rms_norm_eps: of all norms.
         attention_bias: biases of the query, key and value projections.
         qk_norm: norms on queries and keys, head by head, as Qwen3 has them.
@@ -57,6 +59,7 @@ class LayeredConfig(TaughtConfig):
     num_key_value_heads: int = 0
     head_dim: int = 0
     rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
     qk_norm: bool = False

@@ -27,8 +27,9 @@ from selfspec.heads.anchors import Anchors, choose_anchors
 from selfspec.heads.best_first import best_first
 from selfspec.heads.context_layers import ContextLayer
 from selfspec.heads.dflash_config import DFlashConfig, check, fill_from_target, layer_shape
-from selfspec.heads.layers import RMSNorm, StepStore, rotary
+from selfspec.heads.layers import RMSNorm, StepStore
 from selfspec.heads.losses import HeadScore, Teacher, denominator, learn, taught_places, teach
+from selfspec.heads.rotary import Rotary
 from selfspec.registry import register
 from selfspec.target import Target
 from selfspec.tree import DraftTree, Drawn, TreeShape
@@ -71,6 +72,7 @@ class DFlash(DraftHead):
         super().__init__(config, target)
         fill_from_target(config, target)
         check(config, target)
+        self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)
@@ -113,7 +115,7 @@ class DFlash(DraftHead):
 
     def _read(self, context: Tensor, positions: Tensor, stores: Sequence[Any]) -> None:
         """Put the context's keys and values into one `KeyStore` per layer."""
-        turn = rotary(positions, self.config.head_dim, self.config.rope_theta)
+        turn = self.rotary(positions)
         for layer, store in zip(self.layers, stores, strict=True):
             assert isinstance(layer, ContextLayer)
             layer.read(context, turn, store)
@@ -130,7 +132,7 @@ class DFlash(DraftHead):
         tokens = roots.unsqueeze(-1).repeat(1, 1, positions.shape[1] // roots.shape[1])
         tokens[..., 1:] = self.config.mask_token_id
         x = self.target.embed(tokens.flatten(1)).detach().to(self.fc.weight)
-        turn = rotary(positions, self.config.head_dim, self.config.rope_theta)
+        turn = self.rotary(positions)
         for layer, store in zip(self.layers, stores, strict=True):
             x = layer(x, turn, mask, store)
         return self.norm(x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -32,6 +33,8 @@ class DFlashConfig(TaughtConfig):
         num_key_value_heads: key and value heads.
         head_dim: size of one head.
         rope_theta: base of the rotary frequencies.
+        rope_scaling: how they are scaled, as transformers' `rope_parameters` without the base: `rope_type` llama3,
+            linear, yarn or longrope, and its numbers. None leaves them plain, whatever the target does.
         rms_norm_eps: of all norms.
         attention_bias: biases of the query, key and value projections.
         tree_nodes: nodes of a tree, the root included, unless the budget says otherwise.
@@ -52,6 +55,7 @@ class DFlashConfig(TaughtConfig):
     num_key_value_heads: int = 0
     head_dim: int = 0
     rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
     tree_nodes: int = 12

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from selfspec.draft import Needs, Verified
 from selfspec.heads.autoregressive import AutoregressiveConfig, AutoregressiveHead, fill_from_target, layer_shape
-from selfspec.heads.layers import DecoderLayer, RMSNorm, rotary
+from selfspec.heads.layers import DecoderLayer, RMSNorm
 from selfspec.heads.losses import feature_distance
+from selfspec.heads.rotary import Rotary
 from selfspec.registry import register
 from selfspec.target import Target
 
@@ -57,6 +58,7 @@ class Eagle(AutoregressiveHead):
     def __init__(self, config: EagleConfig, target: Target) -> None:
         super().__init__(config, target)
         fill_from_target(config, target, config.hidden_size)
+        self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.embedding_norm = RMSNorm(size, eps) if config.input_norms else nn.Identity()
         self.feature_norm = RMSNorm(size, eps) if config.input_norms else nn.Identity()
@@ -105,7 +107,7 @@ class Eagle(AutoregressiveHead):
         self, features: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None, stores: Sequence[Any]
     ) -> Tensor:
         x = self._join(features, tokens)
-        turn = rotary(positions, self.config.head_dim, self.config.rope_theta)
+        turn = self.rotary(positions)
         for layer, store in zip(self.layers, stores, strict=True):
             x = layer(x, turn, mask, store)
         return self.norm(x)

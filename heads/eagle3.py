@@ -24,7 +24,8 @@ from selfspec.draft import Needs, Verified
 from selfspec.errors import ConfigError
 from selfspec.head import DraftOutput
 from selfspec.heads.autoregressive import AutoregressiveConfig, AutoregressiveHead, fill_from_target, layer_shape
-from selfspec.heads.layers import Attention, DecoderLayer, GatedMLP, LayerShape, RMSNorm, rotary
+from selfspec.heads.layers import Attention, DecoderLayer, GatedMLP, LayerShape, RMSNorm
+from selfspec.heads.rotary import Rotary
 from selfspec.registry import register
 from selfspec.target import Target
 
@@ -97,6 +98,7 @@ class Eagle3(AutoregressiveHead):
         width, eps, taps = config.draft_hidden_size, config.rms_norm_eps, len(config.target_layers)
         fill_from_target(config, target, width)
         _check(config)
+        self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling)
         if width != config.hidden_size:
             self.output = DraftOutput(target, config.draft_vocab_size, own=True, width=width)
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
@@ -165,7 +167,7 @@ class Eagle3(AutoregressiveHead):
     def _run(
         self, features: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None, stores: Sequence[Any]
     ) -> Tensor:
-        turn = rotary(positions, self.config.head_dim, self.config.rope_theta)
+        turn = self.rotary(positions)
         x = self.layers[0](self._embed(tokens, features), features, turn, mask, stores[0])
         for layer, store in zip(self.layers[1:], stores[1:], strict=True):
             x = layer(x, turn, mask, store)

@@ -34,8 +34,9 @@ from selfspec.heads.autoregressive import (
     fill_from_target,
     layer_shape,
 )
-from selfspec.heads.layers import CrossAttention, DecoderLayer, GatedMLP, RMSNorm, rotary
+from selfspec.heads.layers import CrossAttention, DecoderLayer, GatedMLP, RMSNorm
 from selfspec.heads.losses import denominator, learn, taught_places, teach
+from selfspec.heads.rotary import Rotary
 from selfspec.heads.trees import TreePlanner
 from selfspec.registry import register
 from selfspec.target import Target
@@ -123,6 +124,7 @@ class Hydra(DraftHead):
     def __init__(self, config: HydraConfig, target: Target) -> None:
         super().__init__(config, target)
         fill_from_target(config, target, config.hidden_size)
+        self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling)
         _check(config, target)
         size, eps = config.hidden_size, config.rms_norm_eps
         if config.output_per_head:
@@ -174,7 +176,7 @@ class Hydra(DraftHead):
         x = states.to(next(self.heads.parameters()))
         if not self.config.prefix_attention:
             return x
-        turn = rotary(positions, self.config.head_dim, self.config.rope_theta)
+        turn = self.rotary(positions)
         for layer, store in zip(self.layers, stores, strict=True):
             x = layer(x, turn, mask, store)
         return self.norm(x)
@@ -285,6 +287,7 @@ class HydraCross(AutoregressiveHead):
     def __init__(self, config: HydraCrossConfig, target: Target) -> None:
         super().__init__(config, target)
         fill_from_target(config, target, config.hidden_size)
+        self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling)
         if config.num_layers != 1:
             raise ConfigError(f"a cross-attention head has one layer, got num_layers {config.num_layers}")
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -315,7 +318,7 @@ class HydraCross(AutoregressiveHead):
         self, features: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None, stores: Sequence[Any]
     ) -> Tensor:
         embedded = self.target.embed(tokens).detach().to(features)
-        turn = rotary(positions, self.config.head_dim, self.config.rope_theta)
+        turn = self.rotary(positions)
         asked, read = self.input_layernorm(embedded), self.input_layernorm(features)
         x = embedded + self.cross_attn(asked, read, turn, mask, stores[0])
         return x + self.mlp(self.post_attention_layernorm(x))

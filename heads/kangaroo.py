@@ -30,8 +30,9 @@ from selfspec.draft_pass import Plan
 from selfspec.errors import ConfigError
 from selfspec.head import DraftHead, HeadLoss
 from selfspec.heads.autoregressive import LayeredConfig, causal_over_cache, fill_from_target, layer_shape
-from selfspec.heads.layers import Attention, RMSNorm, rotary
+from selfspec.heads.layers import Attention, RMSNorm
 from selfspec.heads.losses import denominator, learn, taught_places, teach
+from selfspec.heads.rotary import Rotary
 from selfspec.heads.trunk import HeadOutput, Trunk
 from selfspec.registry import register
 from selfspec.target import Target
@@ -94,6 +95,7 @@ class Kangaroo(DraftHead):
         super().__init__(config, target)
         config.exit_layer = config.exit_layer or min(max(2, round(target.num_layers / 16)), target.num_layers - 1)
         fill_from_target(config, target, config.hidden_size)
+        self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling)
         if min(config.depth, config.top_k, config.nodes) < 1 or not 0 <= config.threshold <= 1:
             raise ConfigError(
                 f"depth {config.depth}, top_k {config.top_k} and nodes {config.nodes} must be at least 1, and the "
@@ -124,7 +126,7 @@ class Kangaroo(DraftHead):
 
     def _run(self, features: Tensor, positions: Tensor, mask: Tensor | None, store: Any) -> Tensor:
         """`[B, T, D]` features to what the output head reads, `[B, T, D]`."""
-        turn = rotary(positions, self.config.head_dim, self.config.rope_theta)
+        turn = self.rotary(positions)
         features = features.to(self.norm.weight.dtype)
         return self.norm(features + self.attention(self.input_norm(features), turn, mask, store))
 

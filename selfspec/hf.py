@@ -16,7 +16,7 @@ from selfspec.errors import UnsupportedModel
 from selfspec.wrapped import holds_numbers
 
 try:
-    from transformers import DynamicCache, PreTrainedModel, modeling_layers
+    from transformers import DynamicCache, LlamaConfig, PreTrainedModel, modeling_layers
     from transformers.cache_utils import (
         Cache,
         CacheLayerMixin,
@@ -30,6 +30,7 @@ try:
     from transformers.generation import GenerationMixin
     from transformers.integrations import is_deepspeed_zero3_enabled
     from transformers.integrations.fsdp import is_fsdp_managed_module
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.pytorch_utils import Conv1D
 except ImportError as error:
     raise versions.other_version() from error
@@ -64,6 +65,7 @@ __all__ = [
     "mtp_layer",
     "ranks_share_weights",
     "refill",
+    "rope_frequencies",
     "rope_switch",
     "rotary_of",
     "rows_of",
@@ -224,6 +226,26 @@ def rope_switch(config: Any) -> int | None:
     lengths = [kind.get("original_max_position_embeddings") for kind in kinds]
     lengths.append(getattr(config, "original_max_position_embeddings", None))
     return min((int(length) for length in lengths if length), default=None)
+
+
+def rope_frequencies(size: int, theta: float, scaling: dict[str, Any]) -> tuple[Tensor, float]:
+    """Scaled rotary frequencies, float32 on the CPU, and the factor on cosine and sine.
+
+    Args:
+        size: d, the head size.
+        theta: base of the frequencies.
+        scaling: `rope_parameters` without the base.
+
+    Returns:
+        `[1, d / 2]`, or for `longrope` `[2, d / 2]`: up to `original_max_position_embeddings`, and beyond.
+    """
+    kind, original = scaling["rope_type"], scaling.get("original_max_position_embeddings")
+    limit = round(scaling["factor"] * original) if original else 1
+    parameters = {**scaling, "rope_theta": theta}
+    config = LlamaConfig(head_dim=size, max_position_embeddings=limit, rope_parameters=parameters)
+    lengths = (None, original + 1) if kind == "longrope" and original else (None,)
+    made = [ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length) for length in lengths]
+    return torch.stack([frequencies.float() for frequencies, _ in made]), float(made[0][1])
 
 
 def supports_logits_to_keep(model: Any) -> bool:
