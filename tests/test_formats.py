@@ -104,6 +104,22 @@ def eight_layers() -> Target:
         return Target(LlamaForCausalLM(config).eval())
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.3}
+LONGROPE = {
+    "rope_type": "longrope",
+    "factor": 4.0,
+    "original_max_position_embeddings": 12,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+}
+
 ROUND_TRIPS: list[tuple[str, Callable[..., DraftHead], dict[str, Any]]] = [
     ("medusa", medusa, {}),
     ("medusa", medusa, {"num_layers": 2, "own_output": True}),
@@ -138,6 +154,13 @@ ROUND_TRIPS: list[tuple[str, Callable[..., DraftHead], dict[str, Any]]] = [
     ("hydra", eagle, {"layer_norm": True, "fc_bias": True}),
     ("dflash", dflash, {}),
     ("dflash", dflash, {"num_layers": 2, "attention_bias": True, "head_dim": 6}),
+    ("safeai-eagle", eagle, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    ("vllm-eagle", eagle, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 5e5}),
+    ("vllm-eagle", eagle, {"rope_scaling": LONGROPE}),
+    ("vllm-eagle3", eagle3, {"rope_scaling": LLAMA3, "rope_theta": 5e5}),
+    ("sglang-eagle3", eagle3, {"rope_scaling": LLAMA3, "rope_theta": 5e5}),
+    ("speculators", eagle3, {"rope_scaling": YARN}),
+    ("dflash", dflash, {"rope_scaling": YARN}),
     ("vllm-dflash", dflash, {"draft_vocab_size": 40}),
     ("vllm-dflash", dflash, {"draft_vocab_size": 40, "own_output": True, "causal": True, "position_decay": 0.1}),
 ]
@@ -212,6 +235,15 @@ IMPOSSIBLE = [
     ("vllm-eagle3", eagle3, {"target_layers": [0, 2]}, "layer 0"),
     ("safeai-eagle3", eagle3, {"fc_norm": True}, "fc_norm=True"),
     ("safeai-eagle3", eagle3, {"target_layers": [1, 2]}, r"reads layers \[2, 1, 0\]"),
+    ("safeai-eagle3", eagle3, {"rope_scaling": LLAMA3}, "rope_scaling llama3"),
+    ("safeai-eagle", eagle, {"rope_scaling": YARN}, "rope_scaling yarn"),
+    (
+        "safeai-eagle",
+        eagle,
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 5e5},
+        "rope_theta=500000.0",
+    ),
+    ("hydra", hydra, {"rope_scaling": YARN}, "rope_scaling="),
     ("hydra", hydra, {"embedding_norm": True}, "embedding_norm=True"),
     ("hydra", hydra, {"draft_vocab_size": 40}, "draft vocabulary"),
     ("dflash", dflash, {"causal": True}, "causal=True"),
@@ -281,7 +313,15 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str
     "another activation": (lambda c, t: c.update(hidden_act="gelu"), "'gelu'"),
     "a field of another type": (lambda c, t: c.update(rope_theta="many"), "rope_theta is 'many'"),
     "two rotary bases": (lambda c, t: c.update(rope_theta=5.0), "remove one"),
-    "rotary scaling": (lambda c, t: c.update(rope_scaling={"type": "yarn", "factor": 2}), "'yarn'"),
+    "rotary scaling of a kind unknown here": (
+        lambda c, t: c.update(rope_parameters={"rope_type": "dynamic", "factor": 2}),
+        "dynamic.*wanted.*llama3",
+    ),
+    "rotary scaling without its numbers": (
+        lambda c, t: c.update(rope_parameters={"rope_type": "llama3", "factor": 8}),
+        "lacks low_freq_factor, high_freq_factor",
+    ),
+    "two rotary scalings": (lambda c, t: c.update(rope_scaling={"type": "linear", "factor": 2}), "contradict"),
     "an embedding of its own": (
         lambda c, t: t.update({"embed_tokens.weight": torch.randn(97, 32)}),
         "embed_tokens.weight: differs.*--lossy",
@@ -319,6 +359,42 @@ def test_a_missing_rotary_base_is_said(target: Target, tmp_path: Path) -> None:
     folder = altered(target, tmp_path, lambda c, t: (c.pop("rope_theta"), c.pop("rope_parameters")))
     head, report = import_head(folder, target)
     assert head.config.rope_theta == 10000 and "whatever the target has" in str(report)
+
+
+LLAMA_31 = {key: value for key, value in LLAMA3.items() if key != "rope_type"}
+
+
+@pytest.mark.parametrize("kind", ["rope_type", "type"])
+def test_scaled_rotary_positions_as_published_llama_31_heads_write_them(
+    kind: str, target: Target, tmp_path: Path
+) -> None:
+    """The old form beside a base at the top, as a config copied from Llama 3.1 has it."""
+    scaling = {**LLAMA_31, kind: "llama3"}
+    folder = altered(
+        target, tmp_path, lambda c, t: (c.pop("rope_parameters"), c.update(rope_theta=5e5, rope_scaling=scaling))
+    )
+    head, report = import_head(folder, target)
+    assert (head.config.rope_scaling, head.config.rope_theta) == (LLAMA3, 5e5)
+    assert "rope_scaling: llama3, from the draft's own config" in str(report)
+
+
+def test_what_transformers_takes_from_the_length_is_written_into_the_scaling(target: Target, tmp_path: Path) -> None:
+    def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        config["rope_parameters"] = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+        config["rope_parameters"] |= {key: LONGROPE[key] for key in ("short_factor", "long_factor")}
+        config |= {"original_max_position_embeddings": 12, "max_position_embeddings": 48}
+
+    head, _ = import_head(altered(target, tmp_path, change), target)
+    assert head.config.rope_scaling == LONGROPE
+
+
+def test_linear_scaling_in_safeai_folders_has_the_base_their_code_takes(target: Target, tmp_path: Path) -> None:
+    scaling = {"type": "linear", "factor": 2.0}
+    folder = altered(
+        target, tmp_path, lambda c, t: (c.pop("rope_parameters"), c.update(rope_theta=5e5, rope_scaling=scaling))
+    )
+    head, report = import_head(folder, target)
+    assert head.config.rope_theta == 10000 and "rope_theta: 500000, but" in str(report)
 
 
 def test_config_counts_of_medusa_heads_are_not_believed(target: Target, tmp_path: Path) -> None:

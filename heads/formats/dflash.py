@@ -42,6 +42,7 @@ _SIZES = (
     "head_dim",
     "rms_norm_eps",
     "rope_theta",
+    "rope_scaling",
 )
 
 

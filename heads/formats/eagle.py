@@ -24,7 +24,15 @@ from selfspec.heads.formats.base import (
     settings_of,
     wanted_as,
 )
-from selfspec.heads.formats.llama import read_layer, square_heads, take_layer, tensors_read_head_dim, write_layer
+from selfspec.heads.formats.llama import (
+    linear_scaling_only,
+    read_layer,
+    square_heads,
+    take_layer,
+    tensors_read_head_dim,
+    write_layer,
+    write_safeai_layer,
+)
 from selfspec.heads.formats.source import Note, Source
 from selfspec.target import Target
 
@@ -50,7 +58,9 @@ class SafeAIEagle(Format):
 
     def read(self, source: Source, target: Target | None) -> Converted:
         fields = source.config
-        fixed = read_layer(source, fields, tensors_read_head_dim(source, source.matching(_LAYER)[0].string))
+        fixed = read_layer(
+            source, fields, tensors_read_head_dim(source, source.matching(_LAYER)[0].string), ignores_base=True
+        )
         size = fixed["hidden_size"]
         layers = 1 + max(int(match[1]) for match in source.matching(_LAYER))
         fields.skip(("num_hidden_layers", "bias", "qkv_bias", "attention_bias", "draft_vocab_size"))
@@ -97,16 +107,18 @@ class SafeAIEagle(Format):
         return [Note("draft vocabulary", "the format ranks all tokens", "lossy")] if reduced(config) else []
 
     def _particular(self, config: Any) -> list[Note]:
-        return (
-            [] if square_heads(config) else wanted_as(config, head_dim=config.hidden_size // config.num_attention_heads)
-        )
+        notes = linear_scaling_only(config)
+        if not square_heads(config):
+            notes += wanted_as(config, head_dim=config.hidden_size // config.num_attention_heads)
+        return notes
 
     def write(self, head: DraftHead) -> Written:
         config: Any = head.config
         tensors = _weights(head)
         if head.target.input_weight() is not None:
             tensors["embed_tokens.weight"] = _embedding(head)
-        values = write_layer(head, self.architecture) | {"bias": config.fc_bias, "qkv_bias": config.attention_bias}
+        values = write_safeai_layer(head, self.architecture)
+        values |= {"bias": config.fc_bias, "qkv_bias": config.attention_bias}
         return Written(values | settings_of(config), tensors, self.file)
 
 

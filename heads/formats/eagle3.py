@@ -30,7 +30,15 @@ from selfspec.heads.formats.base import (
     take_ids,
     wanted_as,
 )
-from selfspec.heads.formats.llama import read_layer, square_heads, take_layer, tensors_read_head_dim, write_layer
+from selfspec.heads.formats.llama import (
+    linear_scaling_only,
+    read_layer,
+    square_heads,
+    take_layer,
+    tensors_read_head_dim,
+    write_layer,
+    write_safeai_layer,
+)
 from selfspec.heads.formats.source import Fields, Note, Source
 from selfspec.target import Target
 
@@ -89,6 +97,7 @@ def read_eagle3(
             "head_dim",
             "rms_norm_eps",
             "rope_theta",
+            "rope_scaling",
         )
     }
     fixed |= {
@@ -205,7 +214,8 @@ class SafeAIEagle3(Format):
         fields = source.config
         nested = fields.inner("eagle_config")
         nested.expect("use_aux_hidden_state", True)
-        sizes = read_layer(source, fields, tensors_read_head_dim(source, f"{first}self_attn.q_proj.weight"))
+        own_size = tensors_read_head_dim(source, f"{first}self_attn.q_proj.weight")
+        sizes = read_layer(source, fields, own_size, ignores_base=self.name == SafeAIEagle3.name)
         layers = self._layers(source, fields, nested)
         fields.skip(("num_aux_hidden_states",))
         return read_eagle3(source, target, sizes, fields, layers, first)
@@ -226,7 +236,7 @@ class SafeAIEagle3(Format):
     def obstacles(self, config: HeadConfig) -> list[Note]:
         wanted: dict[str, Any] = {"num_layers": 1, "attention_bias": False, "qk_norm": False, "fc_bias": False}
         wanted |= {"fc_norm": False, "norm_before_fc": False, "norm_before_residual": False, "norm_output": False}
-        notes = wanted_as(config, **wanted)
+        notes = wanted_as(config, **wanted) + linear_scaling_only(config)
         if not square_heads(config):
             notes.append(Note("head_dim", "the project divides the width by the heads", "fatal"))
         return notes
@@ -236,7 +246,7 @@ class SafeAIEagle3(Format):
         read, wanted = default_layers(head.target.num_layers), list(config.target_layers)
         if read != wanted:
             raise CheckpointError(f"{self.name} reads layers {read} of this target, the head was trained on {wanted}")
-        values = write_layer(head, "LlamaForCausalLM") | {"draft_vocab_size": config.draft_vocab_size}
+        values = write_safeai_layer(head, "LlamaForCausalLM") | {"draft_vocab_size": config.draft_vocab_size}
         tensors = write_tensors(head, "midlayer.")
         if config.draft_hidden_size != config.hidden_size:
             values["target_hidden_size"] = config.hidden_size

@@ -155,6 +155,7 @@ class Hydra(Format):
             "head_dim": inner // heads,
             "rms_norm_eps": float(getattr(target.config, "rms_norm_eps", 1e-6)),
             "rope_theta": DEFAULT_THETA,
+            "rope_scaling": None,
         }
 
     def obstacles(self, config: HeadConfig) -> list[Note]:
@@ -166,8 +167,8 @@ class Hydra(Format):
             notes = wanted_as(config, embedding_norm=False)
         layered = config.kind != "hydra" or settings.prefix_attention
         if layered:
-            wanted = {"num_layers": 1, "attention_bias": False, "qk_norm": False, "rope_theta": DEFAULT_THETA}
-            notes += wanted_as(config, **wanted)
+            notes += wanted_as(config, num_layers=1, attention_bias=False, qk_norm=False)
+            notes += wanted_as(config, rope_theta=DEFAULT_THETA, rope_scaling=None)
         if layered and settings.head_dim and not square_heads(config):
             notes.append(Note("head_dim", "the project divides the width by the heads", "fatal"))
         if reduced(config):
