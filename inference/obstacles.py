@@ -85,11 +85,6 @@ def taken_cache(model_kwargs: dict[str, Any]) -> DynamicCache | None:
     return cache if getattr(cache, "_is_user_defined", False) else None
 
 
-def _past(model_kwargs: dict[str, Any]) -> int:
-    cache = taken_cache(model_kwargs)
-    return 0 if cache is None else cache.get_seq_length()
-
-
 def columns(call: Call, model_kwargs: dict[str, Any]) -> int:
     """Columns of cached and new text together, as transformers counts them."""
     mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")

@@ -37,15 +37,6 @@ from selfspec.wrapped import unwrapped
 _HANDLE = "speculation"
 KEPT = "selfspec_heads"
 """Where a model keeps heads that were named in a call of `generate`."""
-_HANDLED_KWARGS = {
-    "attention_mask",
-    "position_ids",
-    "cache",
-    "past_key_values",
-    "use_cache",
-    "logits_to_keep",
-    "cache_position",
-}
 
 
 def patch(

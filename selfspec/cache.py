@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from selfspec.errors import UnsupportedGeneration
-from selfspec.hf import Cache, CacheLayerMixin, LinearAttentionLayer, Window, dynamic_cache
+from selfspec.hf import Cache, CacheLayerMixin, LinearAttentionLayer, Window
 from selfspec.host import on_device
 from selfspec.recurrent import StateRecord
 
@@ -354,14 +354,3 @@ class SlotCache(Cache):
             keys, values = (_columns(stored, columns, width) for stored in (layer.stored_keys, layer.stored_values))
             pairs.append((keys, values))
         return pairs
-
-    def to_dynamic(self, config: Any) -> Cache:
-        """A transformers DynamicCache with the committed tokens; all rows must have one length."""
-        length = self.lengths[0]
-        pairs: list[tuple[Tensor, Tensor] | None] = [
-            (layer.stored_keys[:, :, :length].clone(), layer.stored_values[:, :, :length].clone())
-            if isinstance(layer, SlotLayer) and layer.is_initialized
-            else None
-            for layer in self.layers
-        ]
-        return dynamic_cache(config, pairs)

@@ -51,7 +51,7 @@ _KEEP_SOMETHING_PER_ROW = (
     lp.SynthIDTextWatermarkLogitsProcessor,
     lp.UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
-_OF_OTHER_MODELS = (
+PLAIN_PROCESSORS = (
     lp.ClassifierFreeGuidanceLogitsProcessor,
     lp.WhisperTimeStampLogitsProcessor,
     lp.WhisperNoSpeechDetection,
@@ -61,10 +61,9 @@ _OF_OTHER_MODELS = (
     lp.DiaEOSChannelFilterLogitsProcessor,
     lp.DiaEOSDelayPatternLogitsProcessor,
 )
+"""Processors of transformers that speculation leaves to plain decoding: speech models and codebooks build them."""
 EXACT_PROCESSORS = _IGNORE_THE_PAST + _READ_THE_PATH + _KEEP_SOMETHING_PER_ROW
 """Processors of transformers that act on every token of a run as in plain decoding, for any number of prompts."""
-PLAIN_PROCESSORS = _OF_OTHER_MODELS
-"""Processors of transformers that speculation leaves to plain decoding: speech models and codebooks build them."""
 
 HOW_TO_DECLARE = "if it treats every row alone and keeps no state, give its class `row_independent = True`"
 
@@ -81,8 +80,8 @@ def unsupported_processors(processors: LogitsProcessorList, batch: int) -> list[
     it, so with one prompt it may even keep state. With several it would see rows one by one, which only its author
     can know to be right.
     """
-    found = [f"processor {type(p).__name__}" for p in processors if type(p) in _OF_OTHER_MODELS]
-    known = EXACT_PROCESSORS + _OF_OTHER_MODELS
+    found = [f"processor {type(p).__name__}" for p in processors if type(p) in PLAIN_PROCESSORS]
+    known = EXACT_PROCESSORS + PLAIN_PROCESSORS
     own = [p for p in processors if type(p) not in known and not declares_row_independence(p)]
     if batch > 1:
         found += [f"processor {type(p).__name__} on several prompts ({HOW_TO_DECLARE})" for p in own]

@@ -15,6 +15,7 @@ from torch import Tensor
 from selfspec import cache as storage
 from selfspec.cache import SlotCache
 from selfspec.draft import Needs
+from selfspec.hf import dynamic_cache
 from selfspec.target import Target
 from selfspec.tree import DraftTree, TreeShape
 
@@ -164,7 +165,7 @@ def test_storage_is_allocated_once_and_grows_by_doubling_when_it_must() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_to_dynamic_equals_a_cache_that_transformers_filled_itself(family: str) -> None:
+def test_what_is_spread_equals_a_cache_that_transformers_filled_itself(family: str) -> None:
     target = tiny.selfspec_target(family)
     past = [prompt(20)]
     cache = prefilled(target, past)
@@ -172,7 +173,7 @@ def test_to_dynamic_equals_a_cache_that_transformers_filled_itself(family: str) 
     target.verify(tree, cache, Needs())
     cache.keep([[0, 4, 7]])
     past[0] += [int(tree.tokens[0, node]) for node in (0, 4, 7)]
-    found = cache.to_dynamic(target.config)
+    found = dynamic_cache(target.config, cache.spread([torch.arange(23)], 23))
     wanted = target.model(torch.tensor(past), use_cache=True).cache
     assert found.get_seq_length() == wanted.get_seq_length() == 23
     for mine, theirs in zip(found.layers, wanted.layers, strict=True):

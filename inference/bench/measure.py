@@ -12,7 +12,6 @@ What is measured
 
 from __future__ import annotations
 
-import platform
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +49,7 @@ from selfspec.inference.runs import (
     run_transformers,
 )
 from selfspec.inference.verdict import Difference, compare
+from selfspec.provenance import processor
 from selfspec.resolve import resolve_draft
 from selfspec.target import Target
 
@@ -242,14 +242,7 @@ def _circumstances(target: Target, prompts: Sequence[list[int]], settings: Bench
 
 def device_name(device: torch.device) -> str:
     """The name of the accelerator, or of the processor."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
 
 
 def resolve_drafts(names: Sequence[str], target: Target) -> dict[str, Draft]:
