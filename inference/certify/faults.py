@@ -249,7 +249,7 @@ class _PassedOffAsDrawn(Peek):
         return type(found)(columns, shape, Drawn(probs / probs.sum(-1, keepdim=True), None, False))
 
 
-CHOSEN, CHAIN, SIBLINGS = DRAFTS[:3]
+CHOSEN, CHAIN, SIBLINGS, REDUCED = DRAFTS
 FAULTS = (
     Fault("the mask lets every node see all others", GREEDY, CHOSEN, _instead(door, "visible", _all_visible)),
     Fault("the mask hides a node's parent", GREEDY, CHOSEN, _instead(door, "visible", _without_parent)),
