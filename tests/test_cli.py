@@ -119,13 +119,13 @@ def test_bench_writes_its_results(run: Run, model: Path, heads: Path, tmp_path: 
         tmp_path / "p.jsonl", {"prompt": "def f("}, {"turns": ["import os", "x"]}, {"text": "class A"}
     )
     options = ("--prompts", prompts, "--limit", 2, "--max-new-tokens", 8, "--draft", "lookup", "--draft", heads)
-    status, out, _ = run("bench", "--target", model, *options, "--dtype", "float32", "--json", tmp_path / "b.json")
+    status, _, err = run("bench", "--target", model, *options, "--dtype", "float32", "--json", tmp_path / "b.json")
     assert status == 0
     results = json.loads((tmp_path / "b.json").read_text())
     assert [r["name"] for r in results["runs"]][-2:] == ["lookup", "some-heads"]
     assert (results["prompts"], results["max_new_tokens"], results["dtype"]) == (2, 8, "float32")
     assert all(r["identical"] is True for r in results["runs"])
-    assert str(tmp_path / "b.json") in out
+    assert str(tmp_path / "b.json") in err
 
 
 def test_bench_of_a_random_shape_and_of_batches(run: Run, tmp_path: Path) -> None:

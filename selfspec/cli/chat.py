@@ -16,8 +16,8 @@ _HELP = "/reset begins anew, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
 
 
 def chat(
-    target: Annotated[str, typer.Argument(help="Model: a folder, a Hub id, or `demo`.")],
-    draft: Annotated[str | None, typer.Option("--draft", help="Heads or a method; plain decoding if left out.")] = None,
+    target: opt.TargetArgument,
+    draft: opt.Draft = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     max_new_tokens: opt.MaxNewTokens = 512,
     temperature: opt.Temperature = 0.0,
@@ -26,7 +26,7 @@ def chat(
     device: opt.Device = None,
     threads: opt.Threads = None,
     seed: opt.Seed = 0,
-    report: Annotated[bool, typer.Option(help="Show rounds, acceptance and time by stage at the end.")] = False,
+    report: opt.Report = False,
 ) -> None:
     """Talk with a model in the terminal. What was read in earlier turns is kept."""
     import torch

@@ -19,7 +19,7 @@ def demo(
     ),
     draft: Annotated[
         list[str] | None,
-        typer.Option("--draft", help="Method to train; may be repeated. All with a demo recipe if left out."),
+        typer.Option("--draft", help="Method to train; all with a demo recipe if left out. May be repeated."),
     ] = None,
     small: Annotated[
         bool, typer.Option("--small", help="Two minutes: little text, few prompts, for trying it out.")
@@ -32,11 +32,10 @@ def demo(
     json: opt.JsonFile = None,
 ) -> None:
     """Train heads on a real small model, check that the text stays the same, compare speeds; a quarter of an hour."""
-    from selfspec.outputs import check_file, check_folder
+    from selfspec.outputs import check_folder
 
     check_folder(out)
-    if json is not None:
-        check_file(json)
+    opt.check_files(json)
     opt.quiet(threads)
     opt.quiet_datasets()
     from selfspec.train.demo import run_demo
@@ -50,10 +49,7 @@ def demo(
     except (KeyboardInterrupt, Interrupted):
         typer.echo(f"interrupted; what is finished stays in {out}. To go on: {_again()}", err=True)
         raise typer.Exit(130) from None
-    if json is not None:
-        from selfspec.checkpoint import write_json
-
-        write_json(json, results)
+    opt.write_results(json, results)
 
 
 def _again() -> str:

@@ -22,27 +22,25 @@ def bench(
     prompts: opt.Prompts = None,
     task: Annotated[
         list[str] | None,
-        typer.Option("--task", help="Built-in prompts of a task or `all`; with --prompts, its categories. Repeatable."),
+        typer.Option("--task", help="Built-in prompts of a task or `all`; categories with --prompts. May be repeated."),
     ] = None,
     limit: opt.Limit = 20,
     max_new_tokens: opt.MaxNewTokens = 128,
     temperature: Annotated[
-        list[float] | None, typer.Option("--temperature", min=0.0, help="0, the default, is greedy. Repeatable.")
+        list[float] | None, typer.Option("--temperature", min=0.0, help="0, the default, is greedy. May be repeated.")
     ] = None,
     context: Annotated[
-        list[int] | None, typer.Option("--context", min=1, help="Lengthen prompts to so many tokens. Repeatable.")
+        list[int] | None, typer.Option("--context", min=1, help="Lengthen prompts to so many tokens. May be repeated.")
     ] = None,
     batch: Annotated[
         list[int] | None,
-        typer.Option("--batch", min=1, help="Rows at once; above 1 against transformers' batches. Repeatable."),
+        typer.Option("--batch", min=1, help="Rows at once; above 1 against transformers' batches. May be repeated."),
     ] = None,
     dtype: opt.Dtype = "auto",
     device: opt.Device = None,
     threads: opt.Threads = None,
     seed: opt.Seed = 0,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="The most nodes of a tree; the draft's choice if left out.")
-    ] = None,
+    nodes: opt.Nodes = None,
     baselines: Annotated[bool, typer.Option(help="Also run transformers' own generate and its prompt lookup.")] = True,
     assistant: Annotated[
         str | None, typer.Option(help="Also run transformers' assisted generation with this model.")
@@ -63,10 +61,10 @@ def bench(
     json: opt.JsonFile = None,
 ) -> None:
     """Plain decoding, transformers and drafts side by side on the same prompts, interleaved."""
-    _check_outputs(json, plot, page)
+    opt.check_files(json, plot, page)
     if adversarial:
         results = _adversarial(target, draft or [], prompts, limit, dtype, device, threads, max_new_tokens, seed)
-        return _write(json, results)
+        return opt.write_results(json, results)
     from selfspec.inference.bench import BenchSettings
     from selfspec.inference.bench.page import plot_page
     from selfspec.inference.bench.plots import plot_speed
@@ -92,7 +90,7 @@ def bench(
             plot_speed(results, plot)
         if page is not None:
             plot_page(results, page)
-    _write(json, results)
+    opt.write_results(json, results)
 
 
 def evaluate(
@@ -109,7 +107,7 @@ def evaluate(
     json: opt.JsonFile = None,
 ) -> None:
     """Acceptance per depth, measured by real speculative decoding on text the heads have not seen."""
-    _check_outputs(json)
+    opt.check_files(json)
     if not draft:
         raise ConfigError("nothing to evaluate: give at least one --draft")
     from selfspec.inference.bench import BenchSettings
@@ -118,7 +116,7 @@ def evaluate(
     settings = BenchSettings(max_new_tokens, temperature, seed, baselines=False)
     results = _measure(target, draft, prompts, limit, dtype, device, threads, settings)
     acceptance_table(results)
-    _write(json, results)
+    opt.write_results(json, results)
 
 
 def _adversarial(
@@ -227,19 +225,3 @@ def _measure_shape(
         return {**results, "script": {"tokens_per_round": tokens_per_round, "depth": depth, "rate": rate}}
     finally:
         door.release()
-
-
-def _check_outputs(*paths: Path | str | None) -> None:
-    from selfspec.outputs import check_file
-
-    for path in paths:
-        if path is not None:
-            check_file(path)
-
-
-def _write(json: Path | None, results: dict[str, Any]) -> None:
-    if json is not None:
-        from selfspec.checkpoint import write_json
-
-        write_json(json, results)
-        typer.echo(f"results: {json}")

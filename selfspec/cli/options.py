@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from selfspec.prompting import Prompt
 
 Target = Annotated[str, typer.Option("--target", help="Model: a folder, a Hub id, or `demo` (the demo extra).")]
+TargetArgument = Annotated[str, typer.Argument(help="Model: a folder, a Hub id, or `demo` (the demo extra).")]
+Draft = Annotated[str | None, typer.Option("--draft", help="Heads or a method; plain decoding if left out.")]
 Drafts = Annotated[
     list[str] | None,
     typer.Option("--draft", help="Folder or Hub id of heads, or a method that needs no training. May be repeated."),
@@ -37,6 +39,10 @@ Device = Annotated[
 ]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; torch's choice if left out.")]
 Seed = Annotated[int, typer.Option("--seed", help="Of everything drawn.")]
+Nodes = Annotated[
+    int | None, typer.Option("--nodes", min=1, help="The most nodes of a tree, the root included; chosen if left out.")
+]
+Report = Annotated[bool, typer.Option("--report", help="Show rounds, acceptance and time by stage at the end.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the results here, too.")]
 
 
@@ -86,6 +92,24 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompts: Path | None, limit: 
 
         found = [Prompt(snippet.text) for snippet in stdlib_snippets("held-out", limit, seed, tokenizer)]
     return [prompt.encode(tokenizer) for prompt in found]
+
+
+def check_files(*paths: Path | str | None) -> None:
+    """See that each file that was asked for can be written, before long work starts."""
+    from selfspec.outputs import check_file
+
+    for path in paths:
+        if path is not None:
+            check_file(path)
+
+
+def write_results(json: Path | None, results: Any) -> None:
+    """Write results to the file of `--json`, if one was given."""
+    if json is not None:
+        from selfspec.checkpoint import write_json
+
+        write_json(json, results)
+        typer.echo(f"results: {json}", err=True)
 
 
 def bench_prompts(

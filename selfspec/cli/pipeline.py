@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def run(
     recipe: Annotated[str, typer.Argument(help="A YAML file, or the name of a recipe that ships with the package.")],
     settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, as optimisation.lr=3e-4.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes, as optimisation.lr=3e-4.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="The one folder of everything; the recipe's `output` if left out.")
@@ -32,7 +32,7 @@ def run(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before the push.")] = False,
     prompts: Annotated[
         list[str] | None,
-        typer.Option("--prompts", help="DOMAIN=FILE.jsonl; may be repeated. Code of the standard library if left out."),
+        typer.Option("--prompts", help="DOMAIN=FILE.jsonl; code of the standard library if left out. May be repeated."),
     ] = None,
     limit: opt.Limit = 20,
     max_new_tokens: opt.MaxNewTokens = 128,

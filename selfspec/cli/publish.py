@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 Folder = Annotated[Path, typer.Argument(help="Folder of heads, with bench.json and certificate.json beside them.")]
 License = Annotated[str | None, typer.Option("--license", help="Of the heads, as the Hub spells it: apache-2.0.")]
 DataLicense = Annotated[str | None, typer.Option(help="Of the training text, in words.")]
-Datasets = Annotated[list[str] | None, typer.Option("--dataset", help="Hub id of training data; may be repeated.")]
-Languages = Annotated[list[str] | None, typer.Option("--language", help="Code, as en; may be repeated.")]
+Datasets = Annotated[list[str] | None, typer.Option("--dataset", help="Hub id of training data. May be repeated.")]
+Languages = Annotated[list[str] | None, typer.Option("--language", help="Code, as en. May be repeated.")]
 RunName = Annotated[str | None, typer.Option("--run", help="Run of these heads, where a bench file holds several.")]
 
 

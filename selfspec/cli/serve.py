@@ -11,18 +11,15 @@ from selfspec.errors import ConfigError
 
 
 def serve(
-    target: Annotated[str, typer.Argument(help="Model: a folder, a Hub id, or `demo`.")],
-    draft: Annotated[
-        str | None,
-        typer.Option("--draft", help="Heads or a method; plain decoding if left out."),
-    ] = None,
+    target: opt.TargetArgument,
+    draft: opt.Draft = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine's.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="The model's name for clients; TARGET if left out.")] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="SELFSPEC_API_KEY", help="Clients must send it; no key if left out.")
     ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="The most nodes of a tree, the root included.")] = None,
+    nodes: opt.Nodes = None,
     max_length: Annotated[
         int | None, typer.Option(min=2, help="The most tokens of prompt and answer together; the model's if left out.")
     ] = None,

@@ -34,16 +34,15 @@ def distill(
     threads: opt.Threads = None,
     seed: opt.Seed = 0,
     settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="More settings, as length=256 top_k=50.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="More settings, as length=256 top_k=50.")
     ] = None,
     json: opt.JsonFile = None,
 ) -> None:
     """Make training text with the target."""
-    from selfspec.outputs import check_file, check_folder
+    from selfspec.outputs import check_folder
 
     check_folder(out)
-    if json is not None:
-        check_file(json)
+    opt.check_files(json)
     given = {"mode": mode, "source": source, "max_tokens": max_tokens, "max_new_tokens": max_new_tokens}
     config = _distill_config({**given, "temperature": temperature, "seed": seed, **opt.key_values(settings or [])})
     from selfspec.selfcheck import checked_target
@@ -59,10 +58,7 @@ def distill(
     typer.echo(
         f"{out}: {manifest['rows']} rows, {manifest['tokens']} tokens, {manifest['learned']} of them to learn from"
     )
-    if json is not None:
-        from selfspec.checkpoint import write_json
-
-        write_json(json, manifest)
+    opt.write_results(json, manifest)
 
 
 def _distill_config(values: dict[str, Any]) -> Any:
@@ -83,7 +79,7 @@ def train(
     recipe: Annotated[str, typer.Argument(help="A YAML file, or the name of a recipe that ships with the package.")],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Changes, as output=heads optimisation.lr=3e-4."),
+        typer.Argument(metavar="KEY=VALUE", help="Changes, as output=heads optimisation.lr=3e-4."),
     ] = None,
     from_traffic: Annotated[
         Path | None,
@@ -97,10 +93,7 @@ def train(
     json: opt.JsonFile = None,
 ) -> None:
     """Train draft heads. The same command goes on with a run that was interrupted."""
-    if json is not None:
-        from selfspec.outputs import check_file
-
-        check_file(json)
+    opt.check_files(json)
     from selfspec.train.recipe import load_recipe
     from selfspec.train.run import Interrupted
     from selfspec.train.run import train as run
@@ -125,9 +118,7 @@ def train(
     if json is not None:
         from json import loads
 
-        from selfspec.checkpoint import write_json
-
-        write_json(json, loads((folder / "training.json").read_text(encoding="utf-8")))
+        opt.write_results(json, loads((folder / "training.json").read_text(encoding="utf-8")))
 
 
 def _measure(recipe: Any, json: Path | None) -> None:
@@ -140,7 +131,4 @@ def _measure(recipe: Any, json: Path | None) -> None:
     for name, run in found["runs"].items():
         share, peak = f"{run['share_of_floor']:.0%}", f"{run['peak_bytes'] / 2**20:.0f}"
         typer.echo(f"{name:8} {run['tokens_per_s']:10.1f} {share:>9} {peak:>9}")
-    if json is not None:
-        from selfspec.checkpoint import write_json
-
-        write_json(json, found)
+    opt.write_results(json, found)

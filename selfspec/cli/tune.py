@@ -22,7 +22,8 @@ def tune(
         str, typer.Option("--draft", help="Method to tune, for instance layer-skip; or a folder of trained heads.")
     ] = "layer-skip",
     settings: Annotated[
-        list[str] | None, typer.Argument(help="Settings that stay fixed, as KEY=VALUE (draft_vocab_size=8192).")
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Settings that stay fixed, as draft_vocab_size=8192."),
     ] = None,
     prompts: opt.Prompts = None,
     limit: opt.Limit = 10,
@@ -45,14 +46,13 @@ def tune(
     fastest by them.
     """
     from selfspec import registry
-    from selfspec.checkpoint import save_draft, write_json
+    from selfspec.checkpoint import save_draft
     from selfspec.inference.tune import TuneSettings
     from selfspec.inference.tune import tune as search
-    from selfspec.outputs import check_file, check_folder
+    from selfspec.outputs import check_folder
     from selfspec.selfcheck import checked_target
 
-    if json is not None:
-        check_file(json)
+    opt.check_files(json)
     if Path(draft).is_dir():
         _heads(target, Path(draft), prompts, limit, max_new_tokens, rows, (dtype, device, threads), seed, json)
         return
@@ -76,8 +76,7 @@ def tune(
         door.release()
     results = found.to_dict()
     _report(results, out)
-    if json is not None:
-        write_json(json, results)
+    opt.write_results(json, results)
 
 
 def _heads(
@@ -91,7 +90,6 @@ def _heads(
     seed: int,
     json: Path | None,
 ) -> None:
-    from selfspec.checkpoint import write_json
     from selfspec.cli.guard import tune_heads
     from selfspec.outputs import check_folder
     from selfspec.target import Target
@@ -103,8 +101,7 @@ def _heads(
         results = tune_heads(door, folder, opt.prompt_ids(tokenizer, prompts, limit, seed), max_new_tokens, rows)
     finally:
         door.release()
-    if json is not None:
-        write_json(json, results)
+    opt.write_results(json, results)
 
 
 class _Bar:

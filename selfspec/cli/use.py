@@ -15,19 +15,19 @@ from selfspec.errors import ConfigError
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to go on from; `-` reads standard input.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="More arguments of `generate`, as top_p=0.9.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="More arguments of `generate`, as top_p=0.9.")
     ] = None,
     target: Annotated[
         str | None, typer.Option("--target", help="Model; the base model named by the heads if left out.")
     ] = None,
-    draft: Annotated[str | None, typer.Option("--draft", help="Heads or a method; plain decoding if left out.")] = None,
+    draft: opt.Draft = None,
     max_new_tokens: opt.MaxNewTokens = 128,
     temperature: opt.Temperature = 0.0,
     dtype: opt.Dtype = "auto",
     device: opt.Device = None,
     threads: opt.Threads = None,
     seed: opt.Seed = 0,
-    report: Annotated[bool, typer.Option(help="Show rounds, acceptance and time by stage at the end.")] = False,
+    report: opt.Report = False,
     json: opt.JsonFile = None,
 ) -> None:
     """Write on from a prompt, token by token as they are decided."""
@@ -35,10 +35,7 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
         raise ConfigError("the prompt is empty; give at least one character")
-    if json is not None:
-        from selfspec.outputs import check_file
-
-        check_file(json)
+    opt.check_files(json)
     model, tokenizer = _model(target, draft, dtype, device, threads)
     sampling = {"do_sample": temperature > 0} | ({"temperature": temperature} if temperature else {})
     written = _stream(model, tokenizer, text, {"max_new_tokens": max_new_tokens, **sampling, **extra}, seed)
@@ -46,10 +43,7 @@ def generate(
     figures = speculation.report() if speculation is not None else None
     if report:
         typer.echo(str(figures) if figures is not None else "no draft: plain decoding", err=True)
-    if json is not None:
-        from selfspec.checkpoint import write_json
-
-        write_json(json, {"prompt": text, "text": written, "report": figures})
+    opt.write_results(json, {"prompt": text, "text": written, "report": figures})
 
 
 def _model(target: str | None, draft: str | None, dtype: str, device: str | None, threads: int | None) -> Any:
@@ -97,19 +91,13 @@ def info(
     json: opt.JsonFile = None,
 ) -> None:
     """What draft heads are: kind, format, base model, vocabulary, parameters, and where they could be exported to."""
-    if json is not None:
-        from selfspec.outputs import check_file
-
-        check_file(json)
+    opt.check_files(json)
     figures = _figures(heads)
     width = max(map(len, figures))
     for name, value in figures.items():
         number = isinstance(value, int) and not isinstance(value, bool)
         typer.echo(f"{name:<{width}}  {value:,}" if number else f"{name:<{width}}  {value}")
-    if json is not None:
-        from selfspec.checkpoint import write_json
-
-        write_json(json, figures)
+    opt.write_results(json, figures)
 
 
 def _figures(heads: str) -> dict[str, Any]:
