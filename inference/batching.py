@@ -10,115 +10,28 @@ Letters: B rows, N tree nodes, P prompt tokens, V vocabulary, K rows asked for.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from selfspec import hf
 from selfspec.accept import Accepted, accept_chosen
+from selfspec.cache import SlotCache
 from selfspec.draft import Budget, Draft, DraftState, Needs, Sampling, Verified
-from selfspec.inference.output import origins
+from selfspec.errors import UnsupportedGeneration
+from selfspec.host import on_device, waits
+from selfspec.inference.choices import OFF, Choice, Pilot, Round
+from selfspec.inference.drafting import Drafters
 from selfspec.inference.prompt import Prompt, verified_path, verified_prompt
-from selfspec.inference.request import Request
-from selfspec.inference.stopping import Stopper
-from selfspec.scoring import History, Processors
+from selfspec.inference.rows import ROOM, Likely, Row
+from selfspec.scoring import picked_everywhere
 from selfspec.stats import Stats
 from selfspec.target import Target, TargetOutput
 from selfspec.tree import DraftTree
-
-ROOM = 64
-"""Slots of a row beyond its text, for the nodes of a tree."""
-
-
-@dataclass(frozen=True)
-class Likely:
-    """The target's own log-probabilities at one place, before any processor.
-
-    Args:
-        chosen: of the token that was committed.
-        top: the likeliest tokens and theirs, the likeliest first.
-    """
-
-    chosen: float
-    top: list[tuple[int, float]]
-
-
-@dataclass(frozen=True)
-class News:
-    """What one round adds to a row.
-
-    Args:
-        tokens: the committed tokens.
-        origins: for each the depth at which it was drafted, 0 if the target gave it.
-        likely: for each the target's log-probabilities, if they were asked for.
-        ended: `stop` (an end token), `length`, or None while the row goes on.
-    """
-
-    tokens: list[int]
-    origins: list[int]
-    likely: list[Likely]
-    ended: str | None
-
-
-class Listener(Protocol):
-    """Who reads a row's tokens. Called on the thread that runs the batch, and must not raise."""
-
-    def take(self, news: News) -> bool:
-        """Take in new tokens; True ends the row (a stop string was found)."""
-
-
-@dataclass(eq=False)
-class Row:
-    """One text in the making.
-
-    Args:
-        request: one prompt (`[1, P]`, unpadded), its processors and stopping criteria, and a generator of its own.
-        listener: gets the tokens.
-        top: how many of the likeliest tokens to report with each token; None reports nothing.
-    """
-
-    request: Request
-    listener: Listener
-    top: int | None = None
-    history: History = field(init=False)
-    processors: Processors = field(init=False)
-    stopper: Stopper = field(init=False)
-    stats: Stats = field(init=False)
-
-    def __post_init__(self) -> None:
-        ids = self.request.input_ids
-        self.stopper = Stopper(self.request.stopping)
-        self.processors = Processors(self.request.processors)
-        self.history = History(ids, max(self.stopper.room(ids.shape[1]) or 0, 0) + ROOM)
-        self.stats = Stats(rows=1)
-
-    @property
-    def reserved(self) -> int:
-        """Slots of the cache that this row may come to need."""
-        return (self.stopper.max_length or self.history.lengths[0]) + ROOM
-
-    def pick(self, scores: Tensor) -> int:
-        """The target's token from processed scores `[V]`."""
-        if not self.request.do_sample:
-            return int(scores.argmax())
-        return int(torch.multinomial(scores.softmax(-1), 1, generator=self.request.generator))
-
-    def commit(self, tokens: list[int]) -> str | None:
-        """Take in the tokens of a round up to the row's stop, behind which they are cut off; see `News.ended`."""
-        keep, ended = self.stopper.cut(self.history, 0, tokens)
-        del tokens[keep:]
-        self.history.append(0, tokens)
-        if not ended:
-            return None
-        return "stop" if tokens[-1] in self.stopper.end_tokens else "length"
-
-    def tell(self, tokens: list[int], drafted: int, likely: list[Likely], ended: str | None) -> bool:
-        """Tell the listener of committed tokens, `drafted` of them guessed; whether the row is over."""
-        news = News(tokens, origins(drafted, len(tokens)), likely[: len(tokens)], ended)
-        return self.listener.take(news) or ended is not None
 
 
 class Plain:
@@ -170,6 +83,7 @@ class Batch:
         stats: where rounds are counted and timed.
         nodes: the most nodes of a tree, the root included; None leaves it to the draft.
         chunk: read prompts in pieces of so many tokens.
+        pilot: chooses the size of each round; None asks the draft for a tree in every round.
     """
 
     def __init__(
@@ -180,13 +94,15 @@ class Batch:
         stats: Stats,
         nodes: int | None = None,
         chunk: int | None = None,
+        pilot: Pilot | None = None,
     ) -> None:
         self.target = target
-        self.draft = draft
+        self.drafters = Drafters([draft], eager=pilot is None)
         self.rows = list(rows)
         self.stats = stats
         self.nodes = nodes
-        self.state: Any = None
+        self.pilot = pilot
+        self.reads_once = waits(target.device) and not target.chain_only
         self.roots: list[int] = []
         self.cache = target.new_cache(len(self.rows), self._capacity())
         with torch.no_grad():
@@ -204,48 +120,68 @@ class Batch:
         prompts = [row.request.input_ids[0] for row in self.rows]
         tokens, counts = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True), [len(p) for p in prompts]
         prompt = Prompt(tokens, counts, None, None, (tokens, counts), None, tokens.shape[1])
+        needs = self.drafters.needs
         with self.stats.timed("prefill"):
-            out = self.target.prefill(tokens, counts, self.cache, self.draft.needs, chunk=chunk)
-            tree = DraftTree.root_only(torch.zeros(len(counts), dtype=torch.long, device=tokens.device))
-            accepted = self._accept(tree, out)
+            out = self.target.prefill(tokens, counts, self.cache, needs, chunk=chunk)
+            tree = DraftTree.root_only(on_device([0] * len(counts), tokens.device))
+            accepted = self._accept(tree, out, self._read_once(tree, out, [0] * len(counts)))
         self.stats.rows += len(counts)
         first = [found[0] for found in accepted.tokens]
-        going = self._emit(accepted, out, tree, first=True)
+        going = self._emit(accepted, out, None)
         if going:
             with self.stats.timed("observe"):
-                shown = self.cache if self.draft.needs.cache else None
-                self.state = self.draft.begin(verified_prompt(prompt, out, first, self.draft.needs, shown))
+                self.drafters.begin(verified_prompt(prompt, out, first, needs, self._shown_cache()))
         self._go_on_with(going)
+
+    def _shown_cache(self) -> SlotCache | None:
+        return self.cache if self.drafters.needs.cache else None
 
     def round(self) -> None:
         """One pass of the target over a tree of guesses, and all that follows from it."""
+        begun = time.perf_counter()
+        rows, context, depth = len(self.rows), max(self.cache.lengths), self._deepest()
+        choice = self._choose(rows, context, depth)
         with torch.no_grad():
             with self.stats.timed("propose"):
-                tree = self._propose()
+                tree = self._propose(choice, depth)
             with self.stats.timed("verify"):
-                out = self.target.verify(tree, self.cache, self.draft.needs)
+                safe = tree.within(self.target.vocab_size) if self.reads_once else tree
+                out = self.target.verify(safe, self.cache, self.drafters.needs)
+                picks = self._read_once(tree, out, self.roots)
             with self.stats.timed("accept"):
-                accepted = self._accept(tree, out)
+                accepted = self._accept(tree, out, picks)
             with self.stats.timed("emit"):
                 going = self._emit(accepted, out, tree)
             with self.stats.timed("keep"):
                 self.cache.keep([path[: len(t)] for path, t in zip(accepted.paths, accepted.tokens, strict=True)])
             with self.stats.timed("observe"):
                 if going:
-                    shown = self.cache if self.draft.needs.cache else None
-                    self.state = self.draft.observe(self.state, verified_path(tree, out, accepted, shown))
+                    self.drafters.observe(verified_path(tree, out, accepted, self._shown_cache()), choice.draft)
                 self._go_on_with(going)
+        if self.pilot is not None:
+            gains, seconds = [len(tokens) for tokens in accepted.tokens], time.perf_counter() - begun
+            self.pilot.learn(choice, Round(rows, context, tree.nodes, tree.shape.max_depth, gains, seconds))
 
-    def _propose(self) -> DraftTree:
-        roots, depth = torch.tensor(self.roots, device=self.target.device), self._deepest()
+    def _choose(self, rows: int, context: int, depth: int) -> Choice:
         if depth < 1:
-            return DraftTree.root_only(roots)
-        tree = self.draft.propose(self.state, Budget(self.nodes, depth), Sampling(), None)
-        tree.check(roots, self.target.vocab_size)
+            return OFF
+        return Choice(0, self.nodes) if self.pilot is None else self.pilot.choose(rows, context, depth)
+
+    def _propose(self, choice: Choice, deepest: int) -> DraftTree:
+        if choice.draft is None:
+            return DraftTree.root_only(on_device(self.roots, self.target.device))
+        depth = deepest if choice.depth is None else min(choice.depth, deepest)
+        budget = Budget(choice.nodes, depth)
+        tree = replace(self.drafters.propose(choice.draft, budget, Sampling(), None), drawn=None)
+        tree.check_sizes(self.target.vocab_size)
+        if self.reads_once and tree.nodes <= min(depth + 1, budget.nodes or tree.nodes):
+            return tree  # its values are checked when they are read, with the target's answer
+        tree.fetch()
+        tree.check_values(self.roots, self.target.vocab_size)
         if self.target.chain_only:
             tree = tree.trunk()
-        tree = replace(tree.limit_depth(depth), drawn=None)
-        return tree if self.nodes is None else tree.limit_nodes(self.nodes)
+        tree = tree.limit_depth(depth)
+        return tree if budget.nodes is None else tree.limit_nodes(budget.nodes)
 
     def _deepest(self) -> int:
         if self.cache.record is not None and self.cache.record.overdue:
@@ -255,7 +191,27 @@ class Batch:
         limit = self.target.drafting_limit
         return deepest if limit is None else min(deepest, limit - 1 - max(self.cache.lengths))
 
-    def _accept(self, tree: DraftTree, out: TargetOutput) -> Accepted:
+    def _read_once(self, tree: DraftTree, out: TargetOutput, roots: list[int]) -> list[list[int]] | None:
+        """On an accelerator, fetch and check the tree, and with it the target's token at every node.
+
+        Returns:
+            The tokens, `[B][N]`; None on CPUs, and where a row draws (once per committed token, so that its seed means
+            the same with any tree) or reads its own past: those pick as the walk goes.
+        """
+        if not self.reads_once:
+            return None
+        found = []
+        if not any(row.request.do_sample or row.processors.read_the_past for row in self.rows):
+            picked = [
+                picked_everywhere(out.logits[b : b + 1], row.history, row.processors, None)
+                for b, row in enumerate(self.rows)
+            ]
+            found = [torch.cat(picked).to(tree.tokens.device)]
+        picks = tree.fetch(found)
+        tree.check_values(roots, self.target.vocab_size)
+        return picks[0] if picks else None
+
+    def _accept(self, tree: DraftTree, out: TargetOutput, picks: list[list[int]] | None) -> Accepted:
         tokens = tree.token_lists
 
         def scores(rows: list[int], paths: list[list[int]]) -> Tensor:
@@ -275,20 +231,26 @@ class Batch:
                 return found.argmax(-1).tolist()
             return [self.rows[row].pick(found[i]) for i, row in enumerate(rows)]
 
-        return accept_chosen(tree, scores, pick)
+        return accept_chosen(tree, scores, pick, picks)
 
-    def _emit(self, accepted: Accepted, out: TargetOutput, tree: DraftTree, first: bool = False) -> list[int]:
-        """Commit tokens up to each row's stop; returns the rows that go on. Cuts `accepted.tokens` in place."""
-        going, real, depth = [], tree.real().sum(1).tolist(), tree.depths()
+    def _emit(self, accepted: Accepted, out: TargetOutput, tree: DraftTree | None) -> list[int]:
+        """Commit tokens up to each row's stop; returns the rows that go on. Cuts `accepted.tokens` in place.
+
+        Args:
+            accepted: per row.
+            out: the target's pass.
+            tree: what was verified; None after the prompt.
+        """
+        going, shape = [], None if tree is None else tree.shape.host
         for b, (row, path, tokens) in enumerate(zip(self.rows, accepted.paths, accepted.tokens, strict=True)):
             likely = [] if row.top is None else _likely(out.logits[b, path], tokens, row.top)
             ended = row.commit(tokens)
             drafted = min(len(path) - 1, len(tokens))
             for stats in (self.stats, row.stats):
-                if first:
+                if shape is None:
                     stats.count_first()
                 else:
-                    stats.count_round(real[b] - 1, depth[b], drafted, len(tokens))
+                    stats.count_round(shape.guesses(b), shape.deepest(b), drafted, len(tokens))
             if not row.tell(list(tokens), drafted, likely, ended):
                 going.append(b)
         self.roots = [tokens[-1] for tokens in accepted.tokens]
@@ -297,7 +259,7 @@ class Batch:
     def _go_on_with(self, going: Sequence[int]) -> None:
         if going and len(going) < len(self.rows):
             self.cache.select(going)
-            self.state = self.state.select(torch.tensor(going, device=self.target.device))
+            self.drafters.select(going)
             self.roots = [self.roots[b] for b in going]
         self.rows = [self.rows[b] for b in going]
 
@@ -310,8 +272,7 @@ class Batch:
 
     def joins(self, other: Batch) -> bool:
         """Whether the rows of another batch could go on in this one."""
-        mine = getattr(self.state, "joins", False) and getattr(other.state, "joins", False)
-        return bool(mine) and self.cache.joins and self.target.chain_only is None
+        return self.drafters.joins and self.cache.joins and self.target.chain_only is None
 
     def join(self, other: Batch) -> None:
         """Take in the rows of another batch, which is used up.
@@ -319,7 +280,9 @@ class Batch:
         Raises:
             UnsupportedGeneration: `joins` is false.
         """
-        self.state = self.state.join(other.state)
+        if not self.joins(other):
+            raise UnsupportedGeneration("these batches cannot become one; let them go on side by side")
+        self.drafters.join(other.drafters)
         self.rows += other.rows
         self.cache.join(other.cache, self._capacity())
         self.roots += other.roots

@@ -176,7 +176,7 @@ def _walk(tree: DraftTree, scores: NodeScores, do_sample: bool, chance: Chance, 
     return _walk_chosen(batch, children, scores, pick)
 
 
-def accept_chosen(tree: DraftTree, scores: NodeScores, pick: Pick) -> Accepted:
+def accept_chosen(tree: DraftTree, scores: NodeScores, pick: Pick, picks: list[list[int]] | None = None) -> Accepted:
     """Walk the tree as if no node had been drawn, each row picking in a way of its own; lossless like plain decoding.
 
     A row picks one token per committed token, in order, so what it draws depends neither on the tree nor on other rows.
@@ -185,7 +185,10 @@ def accept_chosen(tree: DraftTree, scores: NodeScores, pick: Pick) -> Accepted:
         tree: the proposed tree.
         scores: see `accept`.
         pick: takes the target's token for some rows.
+        picks: that token at every node, `[B][N]`, where it is known already; then nothing is asked.
     """
+    if picks is not None:
+        return _walk_picked(Children(tree), picks)
     return _walk_chosen(tree.tokens.shape[0], Children(tree), scores, pick)
 
 

@@ -14,7 +14,8 @@ from oracle import plain
 from selfspec import registry
 from selfspec.errors import UnsupportedGeneration
 from selfspec.heads.lookup import Lookup
-from selfspec.inference.batching import Batch, News, Plain, Row, longest_text
+from selfspec.inference.batching import Batch, Plain, longest_text
+from selfspec.inference.rows import News, Row
 from selfspec.inference.runs import prepare
 from selfspec.resolve import resolve_draft
 from selfspec.stats import Stats

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from selfspec.inference.batching import Likely, News
+from selfspec.inference.rows import Likely, News
 from selfspec.inference.serve.metrics import Metrics
 from selfspec.inference.serve.scheduler import Job, Refused
 from selfspec.inference.text import Segment, TextStream

@@ -16,7 +16,8 @@ from typing import Protocol
 
 from selfspec.draft import Draft
 from selfspec.errors import SelfspecError
-from selfspec.inference.batching import Batch, Listener, Plain, Row, cost
+from selfspec.inference.batching import Batch, Plain, cost
+from selfspec.inference.rows import Listener, Row
 from selfspec.stats import Stats
 from selfspec.target import Target
 

@@ -15,7 +15,8 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from selfspec.inference.batching import ROOM, Row, longest_text
+from selfspec.inference.batching import longest_text
+from selfspec.inference.rows import ROOM, Row
 from selfspec.inference.runs import prepare
 from selfspec.inference.serve.answers import Answer, Event
 from selfspec.inference.serve.metrics import Metrics
