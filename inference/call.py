@@ -83,7 +83,7 @@ class Call:
         guard = None if speculation.guarding is None else speculation.guarding.start(request)
         result = decode(speculation.target, speculation.draft, request, guard)
         if speculation.guarding is not None and guard is not None:
-            speculation.guarding.finish(guard, request)
+            speculation.guarding.finish(guard, request.do_sample)
         speculation.record(result.stats, None if guard is None else guard.stats)
         if speculation.recorder is not None and width == self.input_ids.shape[1]:  # not behind a cache of unseen text
             written = [len(origins) for origins in result.origins]

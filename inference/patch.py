@@ -7,7 +7,6 @@ stopping criteria are prepared by transformers as ever.
 from __future__ import annotations
 
 import inspect
-import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,15 +17,14 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
 
-from selfspec import hf, registry
+from selfspec import hf
 from selfspec.accept import LOSSLESS, AcceptRule
 from selfspec.changes import change, refuse_change
-from selfspec.checkpoint import heads_folder
 from selfspec.draft import Draft
 from selfspec.errors import ConfigError, UnsupportedGeneration
 from selfspec.inference.call import Call
 from selfspec.inference.drafting import Pick
-from selfspec.inference.guard.setup import STATISTICS, Guarding, saved_chances
+from selfspec.inference.guard.setup import Guarding, guard_by_default, known_chances
 from selfspec.inference.record import recorder
 from selfspec.inference.speculation import Speculation
 from selfspec.resolve import DraftLike, resolve_draft
@@ -143,7 +141,7 @@ def prepared(
     rule = AcceptRule(accept) if isinstance(accept, str) else accept
     if nodes is not None and nodes < 1:
         raise ConfigError(f"nodes={nodes} leaves no room for the root; give at least 1")
-    guarded = os.environ.get("SELFSPEC_GUARD", "1") != "0" if guard is None else guard
+    guarded = guard_by_default() if guard is None else guard
     if combine == "pick" and not guarded:
         raise ConfigError("combine='pick' leaves the choice of a draft to the guard; give guard=True or 'compose'")
     model = unwrapped(model)
@@ -168,18 +166,8 @@ def _drafts(
     listed = isinstance(draft, (list, tuple))
     if combine == "pick" and listed:
         found = [resolve_draft(part, target, revision, token, check_base) for part in draft]  # type: ignore[union-attr]
-        return Pick(found), [_known(part, revision, token) for part in draft]  # type: ignore[union-attr]
-    return resolve_draft(draft, target, revision, token, check_base), [_known(draft, revision, token)]
-
-
-def _known(draft: Any, revision: str | None, token: str | None) -> list[float]:
-    """Chances of acceptance saved beside heads; none for drafts that are no folder and no Hub id."""
-    if not isinstance(draft, (str, Path)):
-        return []
-    if Path(draft).is_dir():
-        return saved_chances(draft)
-    method = str(draft).partition(":")[0]
-    return [] if method in registry.kinds() else saved_chances(heads_folder(draft, revision, token, (STATISTICS,)))
+        return Pick(found), [known_chances(part, revision, token) for part in draft]  # type: ignore[union-attr]
+    return resolve_draft(draft, target, revision, token, check_base), [known_chances(draft, revision, token)]
 
 
 def unpatch(model: PreTrainedModel) -> PreTrainedModel:

@@ -49,6 +49,16 @@ def _refuse_adapter(name: str, config: Any) -> None:
         )
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether `torch.compile` stands behind a pass of the model or of a part of it."""
+    return any(
+        module._compiled_call_impl is not None
+        or hasattr(module, "_orig_mod")
+        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )
+
+
 def holds_numbers(weight: Any) -> TypeGuard[Tensor]:
     """Whether a weight is a matrix or vector of plain floating-point numbers: not packed, quantised or sharded."""
     return type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point()

@@ -126,7 +126,9 @@ def group(drafts: Sequence[Draft], rows: int, curve: dict[int, float], step: flo
 def measured_as(curve: dict[int, float], step: float) -> Any:
     """Stands in for `measure`, and counts in `.calls` how often it was asked."""
 
-    def measure(target: Any, drafts: Sequence[Draft], text: Any, rows: int = 1, seconds: float = 0.0) -> Group:
+    def measure(
+        target: Any, drafts: Sequence[Draft], text: Any, rows: int = 1, seconds: float = 0.0, **_: Any
+    ) -> Group:
         measure.calls.append((rows, len(text)))  # type: ignore[attr-defined]
         return group(drafts, rows, curve, step)
 

@@ -103,7 +103,7 @@ def _case(
         guard = guarding.start(request) if way == "guarded" else None
         result = decode(target, draft, request, guard)
         if guard is not None:
-            guarding.finish(guard, request)
+            guarding.finish(guard, request.do_sample)
             total.add(guard.stats)
         return result
 

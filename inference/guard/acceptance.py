@@ -134,7 +134,7 @@ class Experience:
             fitting = [a for a in asked if a.gave <= nodes] or list(asked)
             most = max(fitting, key=lambda a: a.gave)
             return cls([Arm(Choice(number, nodes), min(most.gave, nodes), most.reached, min(most.gave, nodes))], first)
-        useful = [a for a in asked if a.reached or a.nodes is None]
+        useful = [a for a in asked if a.reached or a.nodes is None] or list(asked)
         return cls([Arm(Choice(number, a.nodes, a.depth), a.gave, max(a.reached, 1), a.gave) for a in useful], first)
 
     def learn(self, arm: Arm, result: Round, deepest: int, now: int) -> None:

@@ -27,6 +27,7 @@ from selfspec.inference.bench.measure import device_name
 from selfspec.inference.choices import Choice
 from selfspec.models import cache_folder
 from selfspec.target import Target
+from selfspec.wrapped import is_compiled
 
 _FORMAT = 1
 
@@ -200,6 +201,7 @@ def circumstances(target: Target) -> dict[str, Any]:
         "model": fingerprint(target),
         "dtype": str(target.dtype).removeprefix("torch."),
         "attention": target.attention,
+        "compiled": is_compiled(target.model),
         "versions": {"selfspec": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
     }
 

@@ -113,6 +113,7 @@ def measure(
     seconds: float = 4.0,
     sizes: Sequence[int] = SIZES,
     asked: Sequence[tuple[int | None, int | None]] = ASKED,
+    settle: int = 0,
 ) -> Group:
     """Measure one batch size at one context length.
 
@@ -124,6 +125,7 @@ def measure(
         seconds: start no further turn after this time; two turns are always made.
         sizes: nodes per tree.
         asked: what each draft is asked for, nodes and depth.
+        settle: turns that are played before anything counts, the clock included (a compiler is at work).
 
     Raises:
         ConfigError: the model is made for too short texts.
@@ -132,7 +134,7 @@ def measure(
     room = _ROOM * len(script.cycle)
     if target.max_positions is not None:
         room = min(room, target.max_positions - len(text))
-    if room < 2 * len(script.cycle):
+    if room < (2 + settle) * len(script.cycle):
         raise ConfigError(f"a text of {len(text)} tokens leaves no room to measure on; give a shorter one")
     ids = torch.tensor([list(text)] * rows, device=target.device)
     stopping = StoppingCriteriaList([MaxLengthCriteria(len(text) + room)])
@@ -141,34 +143,36 @@ def measure(
         generation = Generation(target, Pick([Free(target.vocab_size), *drafts]), request, Output(request), script)
         generation.prefill()
         begun = time.perf_counter()
-        while generation.rows and script.turns < _MOST_TURNS:
-            if script.turns >= 2 and time.perf_counter() - begun > seconds:
+        while generation.rows and script.turns < _MOST_TURNS + settle:
+            if script.turns < settle:
+                begun = time.perf_counter()
+            elif script.turns >= 2 + settle and time.perf_counter() - begun > seconds:
                 break
             generation.round()
     if not all(script.rounds.values()):
         raise ConfigError(f"{room} tokens behind a text of {len(text)} are too few to measure on; give a shorter one")
-    return _group(script, drafts, len(text))
+    return _group(script, drafts, len(text), 1 + settle)
 
 
-def _group(script: _Script, drafts: Sequence[Draft], context: int) -> Group:
+def _group(script: _Script, drafts: Sequence[Draft], context: int, skipped: int) -> Group:
     rows = script.rounds[OFF][0].rows
     medians, noise = {}, {}
     for choice, results in script.rounds.items():
-        times = [r.seconds for r in _counted(results)]
+        times = [r.seconds for r in _counted(results, skipped)]
         if choice.draft in (None, 0):
             size = 1 if choice.nodes is None else choice.nodes
             medians[size] = statistics.median(times)
             noise[size] = statistics.median(abs(t - medians[size]) for t in times) / len(times) ** 0.5
     group = Group(rows, context, smoothed(medians, noise))
     for i, draft in enumerate(drafts):
-        asked = [_asked(c, _counted(r), group) for c, r in script.rounds.items() if c.draft == i + 1 and r]
+        asked = [_asked(c, _counted(r, skipped), group) for c, r in script.rounds.items() if c.draft == i + 1 and r]
         group.drafts[draft_key(draft)] = _distinct(asked)
     return group
 
 
-def _counted(results: Sequence[Round]) -> Sequence[Round]:
-    """Without the first turn."""
-    return results[1:] or results
+def _counted(results: Sequence[Round], skipped: int) -> Sequence[Round]:
+    """Without the first turns."""
+    return results[skipped:] or results[-1:]
 
 
 def _asked(choice: Choice, results: Sequence[Round], group: Group) -> Asked:

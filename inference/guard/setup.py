@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from selfspec import registry
+from selfspec.checkpoint import heads_folder
 from selfspec.draft import Draft
 from selfspec.errors import ConfigError
 from selfspec.inference.drafting import Pick, parts_of
 from selfspec.inference.guard.acceptance import Experience
 from selfspec.inference.guard.costs import CostTable, circumstances, draft_key, read_table, write_table
-from selfspec.inference.guard.measure import measure
+from selfspec.inference.guard.measure import ASKED, SIZES, measure
 from selfspec.inference.guard.policy import KEPT_RATIOS, Guard, drift, steps
 from selfspec.inference.request import Request
 from selfspec.target import Target
+from selfspec.wrapped import is_compiled
 
 STATISTICS = "statistics.json"
 _LOG = logging.getLogger(__name__)
 _QUICK = 4.0
 _MOST_TEXT = 256
 _ENOUGH = 10
+_FULL_ROWS = 8
+_MOST_PLACES = 256
+_COMPILED_NODES = 8
 
 
 class Guarding:
@@ -78,27 +85,79 @@ class Guarding:
 
         What is not known of the machine yet is measured first.
         """
-        keys = [draft_key(draft) for draft in self.parts]
+        rows = request.input_ids.shape[0]
+        if not self.prepare(_text(request, self.target), {1, 1 << (rows - 1).bit_length()}):
+            return None
+        return self.guard(request.do_sample)
+
+    def prepare(self, text: Sequence[int], rows: Iterable[int]) -> bool:
+        """Measure what is not known yet of the costs at these batch sizes; False where they cannot be measured.
+
+        Args:
+            text: tokens to measure on; what is beyond a quarter of the model's positions is left out.
+            rows: batch sizes.
+        """
+        about, keys = circumstances(self.target), self._keys()
+        most = _MOST_TEXT if self.target.max_positions is None else max(self.target.max_positions // 4, 1)
+        begin = list(text[: min(most, _MOST_TEXT)])
         with self._lock:
-            table = self._measured(request, keys)
-            if table is None:
-                return None
-            known = None if request.do_sample else self._memory
+            if self._table is None or self._table.circumstances != about:
+                self._table, self._memory, self._ratios = read_table(about), None, {}
+            for size in sorted(rows):
+                if self._table.covers(size, keys):
+                    continue
+                _LOG.info("measuring what a round costs here (batch size %d); kept for later", size)
+                try:
+                    what = self._scope(size)
+                    self._table.add(measure(self.target, self.parts, begin, size, self.seconds, **what))
+                except (ConfigError, torch.OutOfMemoryError) as error:
+                    _LOG.warning("the guard is off, because costs cannot be measured: %s", error)
+                    return False
+                write_table(self._table)
+        return True
+
+    def _scope(self, rows: int) -> dict[str, Any]:
+        """What to measure. Every shape that a compiled model meets may be compiled first, so it meets two only.
+
+        Of large batches only trees that a pass over a few hundred places holds; larger ones are read off the line.
+        """
+        if is_compiled(self.target.model):
+            nodes = max(self.nodes or _COMPILED_NODES, 2)
+            return {"sizes": (1, nodes), "asked": ((nodes, None),), "settle": 2}
+        if rows <= _FULL_ROWS:
+            return {}
+        most = max(_MOST_PLACES // rows, 2)
+        fitting = tuple((nodes, depth) for nodes, depth in ASKED if nodes is not None and nodes <= most)
+        return {"sizes": tuple(size for size in SIZES if size <= most), "asked": fitting}
+
+    def _keys(self) -> list[str]:
+        return [draft_key(draft) for draft in self.parts]
+
+    def guard(self, sampled: bool) -> Guard:
+        """A guard for a text, or for several that do not depend on its choices; after `prepare` has said True.
+
+        Args:
+            sampled: the text depends on the choices, so these must not depend on the clock nor on earlier texts.
+        """
+        keys = self._keys()
+        with self._lock:
+            assert self._table is not None
+            known = None if sampled else self._memory
             if known is None:
-                asked = [table.asked(key) for key in keys]
+                asked = [self._table.asked(key) for key in keys]
                 known = [Experience.of(i, a, self.known[i], self.nodes) for i, a in enumerate(asked)]
             scale = [self._drift(i) for i in range(len(keys))]
-        names = [(draft.kind, key) for draft, key in zip(self.parts, keys, strict=True)]
-        if request.do_sample:
-            scale = [steps(factor) for factor in scale]
-        greedy = not request.do_sample
-        trusted = greedy and any(one.first or one.rounds > _ENOUGH for one in known)
-        return Guard(table, names, [one.carried() for one in known], scale, live=greedy, trusted=trusted)
+            names = [(draft.kind, key) for draft, key in zip(self.parts, keys, strict=True)]
+            if sampled:
+                scale = [steps(factor) for factor in scale]
+            trusted = not sampled and any(one.first or one.rounds > _ENOUGH for one in known)
+            carried = [one.carried() for one in known]
+            return Guard(self._table, names, carried, scale, live=not sampled, trusted=trusted)
 
-    def finish(self, guard: Guard, request: Request) -> None:
+    def finish(self, guard: Guard, sampled: bool) -> None:
         """Keep what a call learned."""
         with self._lock:
-            if not request.do_sample:
+            if not sampled:
                 self._memory = [one.carried(guard.stats.rounds) for one in guard.experience]
             for who, ratios in guard.ratios.items():
                 self._ratios[who] = (self._ratios.get(who, []) + ratios)[-KEPT_RATIOS:]
@@ -106,32 +165,28 @@ class Guarding:
     def _drift(self, draft: int) -> float:
         return drift(self._ratios.get(draft, []), self._ratios.get(None, []))
 
-    def _measured(self, request: Request, keys: Sequence[str]) -> CostTable | None:
-        """The table, with times for one row and for about as many rows as this call has."""
-        about = circumstances(self.target)
-        if self._table is None or self._table.circumstances != about:
-            self._table, self._memory, self._ratios = read_table(about), None, {}
-        rows = request.input_ids.shape[0]
-        for size in sorted({1, 1 << (rows - 1).bit_length()}):
-            if self._table.covers(size, keys):
-                continue
-            _LOG.info("measuring what a round costs here (batch size %d); kept for later", size)
-            try:
-                self._table.add(measure(self.target, self.parts, _text(request, self.target), size, self.seconds))
-            except (ConfigError, torch.OutOfMemoryError) as error:
-                _LOG.warning("the guard is off, because costs cannot be measured: %s", error)
-                return None
-            write_table(self._table)
-        return self._table
-
 
 def _text(request: Request, target: Target) -> list[int]:
     """The beginning of the first prompt, to measure on; arbitrary tokens where it came as embeddings."""
-    most = _MOST_TEXT if target.max_positions is None else min(_MOST_TEXT, max(target.max_positions // 4, 1))
     row = request.input_ids[0]
     if request.attention_mask is not None and row.numel():
         row = row[request.attention_mask[0, -row.numel() :].bool()]
-    return [int(token) for token in row[:most].tolist()] or list(range(min(8, target.vocab_size)))
+    return [int(token) for token in row[:_MOST_TEXT].tolist()] or list(range(min(8, target.vocab_size)))
+
+
+def known_chances(draft: Any, revision: str | None = None, token: str | None = None) -> list[float]:
+    """The same for whatever was given as a draft; empty for those that are no folder and no Hub id."""
+    if not isinstance(draft, (str, Path)):
+        return []
+    if Path(draft).is_dir():
+        return saved_chances(draft)
+    method = str(draft).partition(":")[0]
+    return [] if method in registry.kinds() else saved_chances(heads_folder(draft, revision, token, (STATISTICS,)))
+
+
+def guard_by_default() -> bool:
+    """Whether the guard is on where nothing is said: unless `SELFSPEC_GUARD=0` stands in the environment."""
+    return os.environ.get("SELFSPEC_GUARD", "1") != "0"
 
 
 def saved_chances(folder: str | Path) -> list[float]:

@@ -9,7 +9,6 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from selfspec.inference.serve.scheduler import Scheduler
-from selfspec.stats import Stats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _TIMES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -38,7 +37,7 @@ class Metrics:
         on = self.registry
         Gauge("selfspec_running", "Answers being written.", registry=on).set_function(lambda: scheduler.running)
         Gauge("selfspec_waiting", "Requests in the queue.", registry=on).set_function(lambda: scheduler.waiting)
-        self.registry.register(_Rounds(scheduler.stats))
+        self.registry.register(_Rounds(scheduler))
 
     def page(self) -> bytes:
         """The text that Prometheus reads."""
@@ -48,17 +47,21 @@ class Metrics:
 class _Rounds(Collector):
     """Reads the statistics when they are asked for, instead of counting everything twice."""
 
-    def __init__(self, stats: Stats) -> None:
-        self.stats = stats
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
 
     def collect(self) -> Iterator[Metric]:
         """See prometheus_client."""
-        stats = self.stats
+        stats, steering = self.scheduler.stats, self.scheduler.steering
+        passes, off, probes = (0, 0, 0) if steering is None else steering.counts()
         for name, what, value in (
             ("rounds", "Passes of the target, times rows that took part.", stats.rounds),
             ("drafted_tokens", "Tokens that the draft proposed.", stats.proposed),
             ("accepted_tokens", "Proposed tokens that the target agreed with.", stats.accepted),
             ("committed_tokens", "Tokens that rounds committed, the target's own included.", stats.committed),
+            ("guard_passes", "Passes over the batch that the guard chose the size of.", passes),
+            ("guard_passes_off", "Those of them without guesses.", off),
+            ("guard_probes", "Those of them tried though no gain was expected.", probes),
         ):
             yield CounterMetricFamily(f"selfspec_{name}", what, value=value)
         depths = CounterMetricFamily("selfspec_accepted_at_depth", "Rounds that accepted this depth.", labels=["depth"])

@@ -18,6 +18,7 @@ from selfspec.draft import Draft
 from selfspec.errors import SelfspecError
 from selfspec.inference.batching import Batch, Plain, cost
 from selfspec.inference.rows import Listener, Row
+from selfspec.inference.steering import Steering
 from selfspec.stats import Stats
 from selfspec.target import Target
 
@@ -94,6 +95,7 @@ class Scheduler:
         limits: see `Limits`.
         nodes: the most nodes of a tree; None leaves it to the draft.
         after_round: called on the model's thread after each round of a batch with the number of its rows.
+        steering: the guard; None asks the draft in every round.
     """
 
     def __init__(
@@ -103,11 +105,13 @@ class Scheduler:
         limits: Limits | None = None,
         nodes: int | None = None,
         after_round: Callable[[int], None] | None = None,
+        steering: Steering | None = None,
     ) -> None:
         self.target = target
         self.draft: Draft = draft or Plain()
         self.limits = limits or Limits()
         self.nodes = nodes
+        self.steering = steering
         self.stats = Stats()
         self._after_round = after_round
         self._queue: deque[Job] = deque()
@@ -229,6 +233,8 @@ class Scheduler:
         self._batches = [batch for batch in self._batches if batch.rows]
         rows = {id(row) for batch in self._batches for row in batch.rows}
         self._running = [job for job in self._running if id(job.row) in rows]
+        if self.steering is not None and not self._batches:
+            self.steering.renew()
 
     def _admit(self) -> None:
         jobs = self._next()
@@ -265,7 +271,7 @@ class Scheduler:
         rows = [job.row for job in jobs if job.row is not None]
         self._running += jobs
         try:
-            batch = Batch(self.target, self.draft, rows, self.stats, self.nodes, self.limits.chunk)
+            batch = Batch(self.target, self.draft, rows, self.stats, self.nodes, self.limits.chunk, self.steering)
         except Exception:  # noqa: BLE001 - whatever a model or a draft raises must not end the server
             self._fail(rows)
             return

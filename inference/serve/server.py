@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -11,11 +12,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.draft import Draft
 from selfspec.errors import ConfigError
+from selfspec.inference.guarding import Guarding
 from selfspec.inference.serve.app import Front, build
 from selfspec.inference.serve.metrics import Metrics
 from selfspec.inference.serve.scheduler import Limits, Scheduler
 from selfspec.inference.serve.work import Kitchen
+from selfspec.inference.steering import Steering
 from selfspec.target import Target
+
+_TEXT = (
+    "Two and two make four, and four and four make eight. Two and two make four, so two and two and four make eight. "
+)
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,8 @@ class Settings:
         nodes: the most nodes of a tree; None leaves it to the draft.
         longest: the most tokens of prompt and answer together; None takes what the model allows.
         grace: seconds that running answers get when the server is told to stop.
+        guard: before every pass, choose the tree that promises the most tokens per second, or none.
+        known: chances of acceptance by depth known beforehand; empty if none are.
     """
 
     front: Front
@@ -35,6 +44,8 @@ class Settings:
     nodes: int | None = None
     longest: int | None = None
     grace: float = 30.0
+    guard: bool = False
+    known: Sequence[float] = ()
 
 
 class Server(uvicorn.Server):
@@ -55,7 +66,7 @@ class Server(uvicorn.Server):
 def make_server(
     model: PreTrainedModel | Target, tokenizer: PreTrainedTokenizerBase, draft: Draft | None, settings: Settings
 ) -> Server:
-    """A server that is not running yet.
+    """A server that is not running yet. With the guard, what rounds cost is measured here, unless it is known.
 
     Args:
         model: a model, or a target around one.
@@ -65,7 +76,8 @@ def make_server(
     """
     target = model if isinstance(model, Target) else Target(model)
     metrics = Metrics()
-    scheduler = Scheduler(target, draft, settings.limits, settings.nodes, metrics.rows.observe)
+    steering = _steering(target, tokenizer, draft, settings)
+    scheduler = Scheduler(target, draft, settings.limits, settings.nodes, metrics.rows.observe, steering)
     metrics.watch(scheduler)
     kitchen = Kitchen(scheduler, tokenizer, metrics, settings.longest, choices=settings.limits.rows)
     config = uvicorn.Config(
@@ -77,6 +89,18 @@ def make_server(
         timeout_graceful_shutdown=int(settings.grace) + 5,
     )
     return Server(config, scheduler, settings.grace)
+
+
+def _steering(
+    target: Target, tokenizer: PreTrainedTokenizerBase, draft: Draft | None, settings: Settings
+) -> Steering | None:
+    """The guard, once costs are known of one row, of eight, and of as many as are served at once."""
+    if draft is None or not settings.guard:
+        return None
+    guarding = Guarding(target, draft, settings.nodes, [settings.known])
+    text = list(tokenizer(8 * _TEXT, add_special_tokens=False)["input_ids"])
+    most = 1 if target.chain_only else 1 << (settings.limits.rows - 1).bit_length()
+    return Steering(guarding) if guarding.prepare(text, {1, min(8, most), most}) else None
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -21,6 +21,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     max_new_tokens: opt.MaxNewTokens = 512,
     temperature: opt.Temperature = 0.0,
+    guard: opt.Guard = None,
     color: Annotated[bool, typer.Option(help="Colour tokens by how far ahead they were drafted.")] = False,
     dtype: opt.Dtype = "auto",
     device: opt.Device = None,
@@ -36,7 +37,7 @@ def chat(
 
     model, tokenizer = opt.load(target, dtype, device, threads)
     if draft is not None:
-        patch(model, draft)
+        patch(model, draft, guard=guard)
     sampling: dict[str, Any] = {"do_sample": temperature > 0} | ({"temperature": temperature} if temperature else {})
     talk = Chat(model, tokenizer, _writer(color), system, {"max_new_tokens": max_new_tokens, **sampling})
     if not talk.templated:

@@ -38,6 +38,12 @@ Device = Annotated[
     str | None, typer.Option("--device", help="For instance cpu or cuda:0; an accelerator if there is one.")
 ]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; torch's choice if left out.")]
+Guard = Annotated[
+    bool | None,
+    typer.Option(
+        "--guard/--no-guard", help="Switch the draft off where it does not pay. On, unless SELFSPEC_GUARD=0 is set."
+    ),
+]
 Seed = Annotated[int, typer.Option("--seed", help="Of everything drawn.")]
 Nodes = Annotated[
     int | None, typer.Option("--nodes", min=1, help="The most nodes of a tree, the root included; chosen if left out.")

@@ -28,6 +28,7 @@ def serve(
     max_queue: Annotated[int, typer.Option(min=0, help="Requests that wait; more are refused.")] = 256,
     max_body: Annotated[int, typer.Option(min=1024, help="The most bytes of a request.")] = 4 << 20,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one answer, waiting included.")] = 600.0,
+    guard: opt.Guard = None,
     grace: Annotated[float, typer.Option(min=0.0, help="Seconds for running answers after SIGTERM.")] = 30.0,
     dtype: opt.Dtype = "auto",
     device: opt.Device = None,
@@ -40,6 +41,7 @@ def serve(
         from selfspec.inference.serve.server import Settings, address, listen, make_server, run
     except ImportError as error:
         raise ConfigError(f"the server is not installed ({error}); run: pip install 'selfspec[serve]'") from error
+    from selfspec.inference.guarding import guard_by_default, known_chances
     from selfspec.resolve import resolve_draft
     from selfspec.selfcheck import checked_target
 
@@ -50,6 +52,11 @@ def serve(
     made: Any = resolve_draft(draft, door) if draft is not None else None
     limits = Limits(max_rows, max_tokens, max(max_queue, 1), timeout)
     front = Front(name or target, api_key or None, max_body)
-    server = make_server(door, tokenizer, made, Settings(front, limits, nodes, max_length, grace))
-    typer.echo(f"selfspec: {front.name} at {address(sock)} (draft: {server.scheduler.draft.kind}); stop with Ctrl-C")
+    guarded = made is not None and (guard_by_default() if guard is None else guard)
+    if guarded:
+        typer.echo("selfspec: measuring what a round costs here, unless it is known from earlier")
+    settings = Settings(front, limits, nodes, max_length, grace, guarded, known_chances(draft) if guarded else ())
+    server = make_server(door, tokenizer, made, settings)
+    how = server.scheduler.draft.kind + (", guarded" if server.scheduler.steering is not None else "")
+    typer.echo(f"selfspec: {front.name} at {address(sock)} (draft: {how}); stop with Ctrl-C")
     run(server, sock)
