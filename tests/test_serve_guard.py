@@ -140,9 +140,8 @@ def test_a_draft_that_waits_is_shown_all_new_rows_at_once_when_it_is_wanted(targ
     long = {"max_new_tokens": 40}
     for ask_first in (False, True):
         draft = Watched(trained("medusa", target))
-        pilot = tools.Scripted(
-            lambda turn, first=ask_first: Choice(0, 4) if turn == 9 or (first and turn == 0) else OFF
-        )
+        turns = {0, 9} if ask_first else {9}
+        pilot = tools.Scripted(lambda turn, turns=turns: Choice(0, 4) if turn in turns else OFF)
         batch = Batch(target, draft, [row(target, 0, long, Ears())], Stats(), pilot=pilot)
         for number in range(1, 5):
             batch.round()
@@ -185,7 +184,7 @@ def test_rows_that_left_leave_nothing_behind_for_a_draft_that_waits(target: Targ
     for _ in range(150):
         batch.round()
     (follower,) = batch.drafters._followers
-    assert [len(share.unseen) for share in follower.shares] == [2 + 150 % 64 - 1 + 1, 2 + 150 % 64 - 1 + 1]
+    assert [len(share.unseen) for share in follower.shares] == [151 // 64 + 151 % 64] * 2
     batch.drop([rows[0], rows[2]])
     assert [(share.rows, {len(part.tokens) for part in share.unseen}) for share in follower.shares] == [(1, {1})]
 
@@ -212,21 +211,22 @@ def test_the_choice_follows_the_number_of_rows(target: Target, monkeypatch: pyte
             return choice
 
         def learn(self, choice: Choice, result: Any) -> None:
+            learned.append(choice == OFF)
             steering.learn(choice, result)
 
+    learned: list[bool] = []
     short = {**wish, "max_new_tokens": 60}
     rows = [row(target, n, wish if n == 2 else short, Ears()) for n in (2, 2, 2, 2)]
     batch = Batch(target, Lookup(), rows, Stats(), pilot=Seen())
-    first = len(rows)
     while batch.rows:
         batch.round()
-    assert all(rounds[first])
+    assert all(rounds[4])
     alone_again = Batch(target, Lookup(), [row(target, 2, wish, Ears())], Stats(), pilot=Seen())
     while alone_again.rows:
         alone_again.round()
     assert sum(rounds[1]) < len(rounds[1]) / 2
     passes, off, _ = steering.counts()
-    assert passes == sum(map(len, rounds.values())) and off == sum(map(sum, rounds.values()))
+    assert passes == len(learned) and off == sum(learned)
     steering.renew()
     assert steering.counts()[:2] == (passes, off)
 

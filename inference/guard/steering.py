@@ -1,4 +1,4 @@
-"""The guard of a server: one account for all its batches, begun anew whenever nothing is being written, or after a while.
+"""The guard of a server: one account for all its batches, begun anew when nothing is being written, or after a while.
 
 Rows of a server pick their tokens by themselves (`batching`), so no text depends on what is chosen, sampled or not: the
 guard learns from the clock and from all rounds before, as it does for greedy calls of `generate`.
