@@ -17,11 +17,12 @@ from test_batching import WISHES, Ears, alone, row, trained
 
 from selfspec.draft import Verified
 from selfspec.heads.lookup import Lookup
-from selfspec.inference import batching, guarding
+from selfspec.inference import batching
 from selfspec.inference.batching import Batch
 from selfspec.inference.choices import OFF, Choice
-from selfspec.inference.guarding import Guarding
-from selfspec.inference.steering import Steering
+from selfspec.inference.guard import setup
+from selfspec.inference.guard.setup import Guarding
+from selfspec.inference.guard.steering import Steering
 from selfspec.resolve import resolve_draft
 from selfspec.stats import Stats
 from selfspec.target import Target
@@ -197,7 +198,7 @@ class TwoCosts:
 
 
 def test_the_choice_follows_the_number_of_rows(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guarding, "measure", TwoCosts())
+    monkeypatch.setattr(setup, "measure", TwoCosts())
     wish = {"max_new_tokens": 120, "repetition_penalty": 0.5}  # repeats itself, so that lookup is right
     held = Guarding(target, Lookup())
     assert held.prepare([3, 4, 5], {1, 4})
@@ -275,7 +276,7 @@ def test_a_guarded_server_answers_as_offline_and_shows_what_the_guard_did(
     from serving import offline, serving, tiny_model
 
     measured = tools.measured_as(tools.BF16, step)
-    monkeypatch.setattr(guarding, "measure", measured)
+    monkeypatch.setattr(setup, "measure", measured)
     model, tokenizer = tiny_model(str(tmp_path_factory.getbasetemp() / "tiny"))
     with serving(model, tokenizer, guard=True) as up:
         client = openai.OpenAI(base_url=up.url + "/v1", api_key="none", max_retries=0)

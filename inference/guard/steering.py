@@ -7,8 +7,8 @@ guard learns from the clock and from all rounds before, as it does for greedy ca
 from __future__ import annotations
 
 from selfspec.inference.choices import Choice, Round
-from selfspec.inference.guard import Guard, GuardStats
-from selfspec.inference.guarding import Guarding
+from selfspec.inference.guard.policy import Guard, GuardStats
+from selfspec.inference.guard.setup import Guarding
 
 _ROUNDS = 1024
 """How long an account lasts: what may be lost grows with it."""

@@ -17,8 +17,8 @@ from typing import Protocol
 from selfspec.draft import Draft
 from selfspec.errors import SelfspecError
 from selfspec.inference.batching import Batch, Plain, cost
+from selfspec.inference.guard.steering import Steering
 from selfspec.inference.rows import Listener, Row
-from selfspec.inference.steering import Steering
 from selfspec.stats import Stats
 from selfspec.target import Target
 

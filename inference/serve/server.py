@@ -12,12 +12,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.draft import Draft
 from selfspec.errors import ConfigError
-from selfspec.inference.guarding import Guarding
+from selfspec.inference.guard.setup import Guarding
+from selfspec.inference.guard.steering import Steering
 from selfspec.inference.serve.app import Front, build
 from selfspec.inference.serve.metrics import Metrics
 from selfspec.inference.serve.scheduler import Limits, Scheduler
 from selfspec.inference.serve.work import Kitchen
-from selfspec.inference.steering import Steering
 from selfspec.target import Target
 
 _TEXT = (

@@ -41,7 +41,7 @@ def serve(
         from selfspec.inference.serve.server import Settings, address, listen, make_server, run
     except ImportError as error:
         raise ConfigError(f"the server is not installed ({error}); run: pip install 'selfspec[serve]'") from error
-    from selfspec.inference.guarding import guard_by_default, known_chances
+    from selfspec.inference.guard.setup import guard_by_default, known_chances
     from selfspec.resolve import resolve_draft
     from selfspec.selfcheck import checked_target
 
