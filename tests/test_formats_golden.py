@@ -17,6 +17,7 @@ from selfspec.draft import Verified
 from selfspec.heads.formats import formats, import_folder
 from selfspec.heads.formats.source import Source
 from selfspec.target import Target
+from selfspec.tree import shape_from_choices
 
 torch.set_num_threads(1)
 NEAR = {"atol": 2e-5, "rtol": 1e-5}
@@ -112,6 +113,17 @@ def test_eagle_runs(run: dict[str, Any], tmp_path: Path) -> None:
     size = run["args"]
     settings = {"tree_nodes": size["total_token"], "tree_depth": size["depth"] + 1, "tree_top_k": size["top_k"]}
     replay(*imported("eagle1", tmp_path, **settings), run)
+
+
+@pytest.mark.parametrize("run", greedy_runs("eagle1-static"), ids=tag)
+def test_eagle_runs_on_the_static_tree(run: dict[str, Any], tmp_path: Path) -> None:
+    """The original EAGLE-1, 25 nodes below the root: mask, depths, the tokens of every round, accepted lengths, text."""
+    name = "eagle1-static"
+    target, head = imported(name, tmp_path, choices=golden.notes(name)["tree_choices"])
+    replay(target, head, run)
+    vectors, (shape, _) = golden.tensors(name), shape_from_choices(head.config.choices)
+    assert torch.equal(shape.ancestors[0].float(), vectors["verify_buffers.tree_attn_mask"][0, 0])
+    assert torch.equal(shape.depth[0], vectors["verify_buffers.tree_position_ids"])
 
 
 EAGLE3 = ["eagle3", "eagle3-fullvocab", "eagle3-theta"]
