@@ -117,7 +117,7 @@ def test_eagle_runs(run: dict[str, Any], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("run", greedy_runs("eagle1-static"), ids=tag)
 def test_eagle_runs_on_the_static_tree(run: dict[str, Any], tmp_path: Path) -> None:
-    """The original EAGLE-1, 25 nodes below the root: mask, depths, the tokens of every round, accepted lengths, text."""
+    """The original EAGLE-1, 25 nodes: mask, depths, the tokens of every round, accepted lengths, text."""
     name = "eagle1-static"
     target, head = imported(name, tmp_path, choices=golden.notes(name)["tree_choices"])
     replay(target, head, run)

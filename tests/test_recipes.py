@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from train_tools import tokenizer
 
 from selfspec import recipes
 from selfspec.checkpoint import load_head
+from selfspec.heads.formats import export_head, formats, import_head
 from selfspec.recipes import forecast, work_of
 from selfspec.target import Target
 from selfspec.train.recipe import Recipe, load_recipe, make_recipe
@@ -25,22 +27,40 @@ NAMES = [pytest.param(name, marks=[] if name == DEFAULT else [pytest.mark.nightl
 
 
 def scaled_down(recipe: Recipe, text: Path, output: Path) -> Recipe:
-    """The recipe with less text, shorter rows and a small vocabulary; the head is made as ever."""
+    """The recipe with less text, shorter rows and a small vocabulary; the head is made as ever.
+
+    Sources that are written read `text`, others `texts.jsonl` beside it.
+    """
     values = recipe.to_dict() | {"output": str(output), "save_every": 1, "log_every": 1}
     for source in values["data"]:
-        source |= {"source": str(text), "max_tokens": 700, "length": 40, "prompt_tokens": 8, "max_new_tokens": 16}
+        source |= {
+            "source": str(text if source["mode"] == "write" else text.with_name("texts.jsonl")),
+            "max_tokens": 700,
+            "length": 40,
+            "prompt_tokens": 8,
+            "max_new_tokens": 16,
+        }
         source |= {"batch_rows": 16, "batch_tokens": 2048}
-    values["vocabulary"] |= {"size": 40}
+    values["data_folder"] = str(output.with_name("data"))
+    values["vocabulary"]["size"] = min(40, values["vocabulary"]["size"])
     values["optimisation"] |= {"batch_tokens": 128, "micro_tokens": 64, "max_steps": 2, "precision": "float32"}
+    values["optimisation"]["max_minutes"] = None
     values["evaluation"] |= {"every": 1, "tokens": 64, "prompts": 1, "prompt_tokens": 8, "max_new_tokens": 6}
     return make_recipe(values | {"dtype": "float32", "device": "cpu"})
 
 
+def prompts(folder: Path) -> Path:
+    words = [" ".join(f"t{i}" for i in row) for row in tiny.text(80, 6).clamp(max=92).tolist()]
+    text = folder / "prompts.jsonl"
+    text.write_text("".join(json.dumps({"prompt": line}) + "\n" for line in words))
+    texts = (" ".join(words[i : i + 10]) for i in range(len(words)))
+    text.with_name("texts.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in texts))
+    return text
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_trains_a_head_that_drafts_on_its_architecture(name: str, tmp_path: Path) -> None:
-    text = tmp_path / "prompts.jsonl"
-    words = [" ".join(f"t{i}" for i in row) for row in tiny.text(80, 6).clamp(max=92).tolist()]
-    text.write_text("".join(json.dumps({"prompt": line}) + "\n" for line in words))
+    text = prompts(tmp_path)
     assert VOCAB == tiny.VOCAB
     recipe = load_recipe(f"{name}-eagle3")
     assert recipe.target == forecast.MODELS[name].hub
@@ -50,6 +70,49 @@ def test_a_recipe_trains_a_head_that_drafts_on_its_architecture(name: str, tmp_p
     head = load_head(folder, target)
     assert head.kind == recipe.draft["kind"] and head.output.vocab.size == 40
     assert all(bool(torch.isfinite(p).all()) for p in head.parameters())
+
+
+@cache
+def loaded(name: str) -> Recipe:
+    return load_recipe(name)
+
+
+def exported_to(name: str) -> list[str]:
+    """The formats that the header of a recipe names."""
+    found = re.search(r"^# exports: (.*)$", recipes.path(name).read_text(), re.MULTILINE)
+    return [] if found is None else [one for one in formats() if re.search(rf"(?<![\w-]){one}(?![\w-])", found[1])]
+
+
+EXPORTED = [
+    pytest.param(name, marks=[pytest.mark.nightly] if "/" in loaded(name).target else [])
+    for name in recipes.names()
+    if exported_to(name)
+]
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_a_head_trained_by_a_recipe_goes_without_loss_to_the_formats_its_header_names(
+    name: str, tmp_path: Path
+) -> None:
+    model = tiny.model("llama")
+    values = scaled_down(loaded(name), prompts(tmp_path), tmp_path / "heads").to_dict()
+    values["optimisation"] |= {"lr": 0.01, "warmup": 0.0}  # two steps take the output head away from the target's
+    recipe = make_recipe(values)
+    target = Target(model)
+    head = load_head(train(recipe, model, tokenizer(), progress=False), target)
+    for one in exported_to(name):
+        report = export_head(head, tmp_path / one, one)
+        assert not [note for note in report.notes if note.effect != "told"]
+        back, _ = import_head(tmp_path / one, target)
+        assert back.config.to_dict() == head.config.to_dict()
+        state = back.state_dict()
+        assert all(torch.equal(state[key], value) for key, value in head.state_dict().items())
+
+
+def test_recipes_for_engines_name_a_format_of_each() -> None:
+    named = {one for name in recipes.names() for one in exported_to(name)}
+    assert {"vllm-eagle", "sglang-eagle", "vllm-eagle3", "sglang-eagle3", "speculators", "vllm-dflash"} <= named
+    assert all(exported_to(name) for name in recipes.names() if loaded(name).draft["kind"] == "eagle3")
 
 
 @pytest.mark.parametrize("name", forecast.MODELS)
@@ -63,7 +126,7 @@ def test_a_recipes_header_says_what_the_formula_says(name: str) -> None:
 
 
 def test_every_recipe_for_a_published_model_is_one_of_these() -> None:
-    published = {name for name in recipes.names() if "/" in load_recipe(name).target}
+    published = {name for name in recipes.names() if "/" in loaded(name).target}
     assert published == {f"{name}-eagle3" for name in forecast.MODELS}
 
 
