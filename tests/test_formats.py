@@ -120,6 +120,12 @@ LONGROPE = {
     "long_factor": [1.0, 2.0, 3.0, 4.0],
 }
 
+
+def spelled(value: Any) -> str:
+    """A parameter in the name of a test: the same in every process, which addresses of functions are not."""
+    return str(getattr(value, "__name__", value))[:60]
+
+
 ROUND_TRIPS: list[tuple[str, Callable[..., DraftHead], dict[str, Any]]] = [
     ("medusa", medusa, {}),
     ("medusa", medusa, {"num_layers": 2, "own_output": True}),
@@ -166,7 +172,7 @@ ROUND_TRIPS: list[tuple[str, Callable[..., DraftHead], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "build", "options"), ROUND_TRIPS, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("name", "build", "options"), ROUND_TRIPS, ids=spelled)
 def test_a_round_trip_keeps_every_bit(
     name: str, build: Callable[..., DraftHead], options: dict[str, Any], target: Target, tmp_path: Path
 ) -> None:
@@ -183,7 +189,7 @@ def test_a_round_trip_keeps_every_bit(
     assert torch.equal(tree(target, back), tree(target, head))
 
 
-@pytest.mark.parametrize(("name", "build", "options"), ROUND_TRIPS[3:9:5], ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("name", "build", "options"), ROUND_TRIPS[3:9:5], ids=spelled)
 def test_an_imported_folder_loads_as_any_other(
     name: str, build: Callable[..., DraftHead], options: dict[str, Any], target: Target, tmp_path: Path
 ) -> None:
@@ -207,7 +213,7 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "build", "options", "lost"), LOSSES, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("name", "build", "options", "lost"), LOSSES, ids=spelled)
 def test_a_loss_is_named_and_must_be_asked_for(
     name: str, build: Callable[..., DraftHead], options: dict[str, Any], lost: str, target: Target, tmp_path: Path
 ) -> None:
@@ -253,7 +259,7 @@ IMPOSSIBLE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "build", "options", "named"), IMPOSSIBLE, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("name", "build", "options", "named"), IMPOSSIBLE, ids=spelled)
 def test_what_a_format_cannot_hold_is_refused_whatever_is_allowed(
     name: str, build: Callable[..., DraftHead], options: dict[str, Any], named: str, target: Target, tmp_path: Path
 ) -> None:
