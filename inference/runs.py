@@ -17,6 +17,8 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from selfspec.draft import Draft
 from selfspec.inference.engine import decode
+from selfspec.inference.guard.policy import GuardStats
+from selfspec.inference.guard.setup import Guarding
 from selfspec.inference.plain import decode_plain
 from selfspec.inference.request import Request, Result
 from selfspec.stats import Stats
@@ -35,6 +37,7 @@ class Sample:
         cpu: processor seconds of the whole call.
         stats: rounds and acceptance.
         staged: whether `stats` holds the time by stage.
+        guard: what the guard did; None without one.
     """
 
     tokens: list[int]
@@ -44,6 +47,7 @@ class Sample:
     cpu: float
     stats: Stats
     staged: bool = True
+    guard: GuardStats | None = None
 
     @property
     def seconds(self) -> float:
@@ -74,6 +78,32 @@ Runner = Callable[[Job], Sample]
 def draft_runner(draft: Draft, nodes: int | None = None) -> Runner:
     """A run that decodes with a draft, on trees of at most `nodes` nodes."""
     return lambda job: _timed(job, lambda request: decode(job.target, draft, replace(request, nodes=nodes)))
+
+
+def guarded_runner(draft: Draft, guarding: Guarding) -> Runner:
+    """A run that decodes as a patched model does: under a guard that goes on from what earlier calls taught it.
+
+    Args:
+        draft: what guesses.
+        guarding: prepared; otherwise the first call measures costs.
+    """
+
+    def run(job: Job) -> Sample:
+        done: list[GuardStats] = []
+
+        def steered(request: Request) -> Result:
+            request = replace(request, nodes=guarding.nodes)
+            guard = guarding.start(request)
+            result = decode(job.target, draft, request, guard)
+            if guard is not None:
+                guarding.finish(guard, request.do_sample)
+                done.append(guard.stats)
+            return result
+
+        sample = _timed(job, steered)
+        return replace(sample, guard=done[0] if done else None)
+
+    return run
 
 
 def prepare(target: Target, prompt: list[int], arguments: dict[str, Any]) -> Request:

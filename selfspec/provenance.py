@@ -182,6 +182,11 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def device_name(device: torch.device) -> str:
+    """The name of the accelerator, or of the processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+
+
 def file_hash(path: Path) -> str:
     """SHA-256 of a file, read in pieces."""
     with path.open("rb") as file:

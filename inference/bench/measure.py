@@ -15,9 +15,9 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -40,16 +40,18 @@ from selfspec.inference.bench.figures import (
     by_task,
     summaries,
 )
+from selfspec.inference.bench.guarded import GUARDED, guard_figures, guardings, measured_now
 from selfspec.inference.runs import (
     Job,
     Sample,
     draft_runner,
+    guarded_runner,
     prepare,
     run_plain,
     run_transformers,
 )
 from selfspec.inference.verdict import Difference, compare
-from selfspec.provenance import processor
+from selfspec.provenance import device_name
 from selfspec.resolve import resolve_draft
 from selfspec.target import Target
 
@@ -72,6 +74,8 @@ class BenchSettings:
         assistant: a smaller transformers model of the same tokenizer; also run assisted generation with it.
         early_exit: also run transformers' generation with its own early exit after so many layers.
         bound: measure what passes cost by themselves, and what speed would follow if nothing else took time.
+        guard: "raw" asks drafts in every round, "guard" as a patched model does, "both" has a run of each.
+        known: chances of acceptance by depth that the guard starts from, by name of the draft.
     """
 
     max_new_tokens: int = 128
@@ -84,6 +88,8 @@ class BenchSettings:
     assistant: PreTrainedModel | None = None
     early_exit: int | None = None
     bound: bool = False
+    guard: Literal["raw", "guard", "both"] = "raw"
+    known: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 2:
@@ -95,6 +101,7 @@ class BenchSettings:
 
     def nodes_of(self, name: str) -> int | None:
         """The most nodes per tree of a draft's run."""
+        name = name.removesuffix(GUARDED)
         return self.nodes.get(name) if isinstance(self.nodes, Mapping) else self.nodes
 
     def generate_arguments(self, max_new_tokens: int) -> dict[str, Any]:
@@ -122,7 +129,7 @@ def bench(
         tasks: of each prompt, where prompts are of several kinds.
     """
     check_prompts(target, prompts, settings)
-    runs = _runs(drafts, settings)
+    runs = _runs(target, drafts, settings, prompts[0])
     for run in runs:
         run.runner(_job(target, prompts[0], settings, 0, min(settings.warmup_tokens, settings.max_new_tokens)))
         _tell(progress, run)
@@ -145,6 +152,7 @@ def bench(
     found["runs"] = summaries(runs, settings.temperature == 0, settings.seed, curve)
     for run in found["runs"]:
         run["nodes"] = settings.nodes_of(run["name"])
+        run["guard"] = guard_figures(next(made.samples for made in runs if made.name == run["name"]))
         for row in run["per_prompt"]:
             row["task"] = tasks[row["prompt"]] if tasks else None
     return found | {"tasks": by_task(found["runs"], settings.seed)}
@@ -170,7 +178,7 @@ def bench_with_progress(
 ) -> dict[str, Any]:
     """The same with a progress bar on stderr."""
     check_prompts(target, prompts, settings)
-    calls = len(_runs(drafts, settings)) * (len(prompts) + 1)
+    calls = len(_runs(target, drafts, settings)) * (len(prompts) + 1)
     with tqdm(total=calls, desc="bench", unit="call") as bar:
 
         def tell(name: str) -> None:
@@ -191,7 +199,10 @@ def _tell(progress: Callable[[str], None] | None, run: Run) -> None:
         progress(run.name)
 
 
-def _runs(drafts: dict[str, Draft], settings: BenchSettings) -> list[Run]:
+def _runs(
+    target: Target, drafts: dict[str, Draft], settings: BenchSettings, text: Sequence[int] | None = None
+) -> list[Run]:
+    """All runs; with a text, costs that a guard needs are measured on it now, before anything is timed."""
     runs = [Run(PLAIN, run_plain)]
     if settings.baselines:
         runs += [
@@ -205,7 +216,15 @@ def _runs(drafts: dict[str, Draft], settings: BenchSettings) -> list[Run]:
     taken = {run.name for run in runs} & set(drafts)
     if taken:
         raise ConfigError(f"a draft cannot be called {', '.join(sorted(taken))}: that is a baseline's name")
-    return runs + [Run(name, draft_runner(draft, settings.nodes_of(name))) for name, draft in drafts.items()]
+    steered = guardings(target, drafts, settings.nodes_of, settings.known) if settings.guard != "raw" else {}
+    for name, draft in drafts.items():
+        if settings.guard != "guard":
+            runs.append(Run(name, draft_runner(draft, settings.nodes_of(name))))
+        if name in steered:
+            if text is not None:
+                measured_now(steered[name], text, {1})
+            runs.append(Run(name + GUARDED, guarded_runner(draft, steered[name])))
+    return runs
 
 
 # Runs
@@ -238,11 +257,6 @@ def _circumstances(target: Target, prompts: Sequence[list[int]], settings: Bench
         "seed": settings.seed,
         "versions": {"selfspec": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
     }
-
-
-def device_name(device: torch.device) -> str:
-    """The name of the accelerator, or of the processor."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
 
 
 def resolve_drafts(names: Sequence[str], target: Target) -> dict[str, Draft]:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from selfspec.draft import Draft
 from selfspec.errors import ConfigError
+from selfspec.inference.bench.guarded import guardings
 from selfspec.inference.bench.measure import BenchSettings, bench_with_progress, check_prompts
 from selfspec.inference.bench.throughput import throughput
 from selfspec.prompting import Prompt
@@ -98,7 +99,11 @@ def run_suite(
                 else:
                     arguments = here.generate_arguments(here.max_new_tokens)
                     nodes = here.nodes if isinstance(here.nodes, int) else None
-                    result = throughput(target, drafts, ids, batch, arguments, nodes, here.seed)
+                    steered = {}
+                    if here.guard != "raw":
+                        steered = guardings(target, drafts, lambda _, most=nodes: most, here.known)  # type: ignore[misc]
+                    raw = here.guard != "guard"
+                    result = throughput(target, drafts, ids, batch, arguments, nodes, here.seed, steered, raw)
                 found.append({"temperature": temperature, "context": context, "batch": batch, **result})
     first = next((result for result in found if result["batch"] == 1), {})
     return {**first, "conditions": found}

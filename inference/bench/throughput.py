@@ -8,7 +8,7 @@ prefill too, since batched prefills of ragged prompts are part of serving them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,9 @@ from torch import Tensor
 from selfspec.draft import Draft
 from selfspec.errors import ConfigError
 from selfspec.inference.bench.figures import PLAIN, TRANSFORMERS, bootstrap, ratios
+from selfspec.inference.bench.guarded import GUARDED, measured_now
 from selfspec.inference.engine import decode
+from selfspec.inference.guard.setup import Guarding
 from selfspec.inference.plain import decode_plain
 from selfspec.inference.request import Request
 from selfspec.inference.runs import now, prepare_batch, unpatched_generate
@@ -50,6 +52,8 @@ def throughput(
     arguments: dict[str, Any],
     nodes: int | None = None,
     seed: int = 0,
+    steered: Mapping[str, Guarding] | None = None,
+    raw: bool = True,
 ) -> dict[str, Any]:
     """Measure batches of one size.
 
@@ -61,6 +65,8 @@ def throughput(
         arguments: of `generate`, `max_new_tokens` among them.
         nodes: the most nodes per tree; None leaves it to the draft.
         seed: of sampling and of the intervals.
+        steered: by name of the draft, what steers its guarded run; drafts that are missing have none.
+        raw: also run drafts without a guard.
 
     Returns:
         `batch`, `batches` (how many) and `runs`: each with `name`, `tokens`, `seconds`, `cpu_seconds`, `tokens_per_s`,
@@ -75,7 +81,10 @@ def throughput(
         raise ConfigError(
             f"{len(prompts)} prompts do not fill a batch of {batch}; give more prompts or a smaller batch"
         )
-    runs = _runners(target, drafts, arguments, nodes, seed)
+    runs = _runners(target, drafts if raw else {}, arguments, nodes, seed)
+    for name, guarding in (steered or {}).items():
+        measured_now(guarding, groups[0][0], {1, 1 << (batch - 1).bit_length()})
+        runs[name + GUARDED] = _guarded(target, drafts[name], guarding)
     found: dict[str, list[_Decoded]] = {name: [] for name in runs}
     names = list(runs)
     for turn, group in enumerate([groups[0], *groups]):
@@ -111,6 +120,18 @@ def _runners(
     if target.chain_only is None:
         runs[PLAIN] = plainly
     return runs | {name: with_draft(draft) for name, draft in drafts.items()}
+
+
+def _guarded(target: Target, draft: Draft, guarding: Guarding) -> _Runner:
+    def run(request: Request) -> tuple[Tensor, Stats]:
+        request = replace(request, nodes=guarding.nodes)
+        guard = guarding.start(request)
+        result = decode(target, draft, request, guard)
+        if guard is not None:
+            guarding.finish(guard, request.do_sample)
+        return result.sequences, result.stats
+
+    return run
 
 
 def _timed(target: Target, request: Request, run: _Runner, seed: int) -> _Decoded:

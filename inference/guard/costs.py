@@ -23,9 +23,9 @@ from selfspec._version import __version__
 from selfspec.checkpoint import write_json
 from selfspec.draft import Draft
 from selfspec.fingerprint import fingerprint
-from selfspec.inference.bench.measure import device_name
 from selfspec.inference.choices import Choice
 from selfspec.models import cache_folder
+from selfspec.provenance import device_name
 from selfspec.target import Target
 from selfspec.wrapped import is_compiled
 

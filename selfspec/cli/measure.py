@@ -41,6 +41,10 @@ def bench(
     threads: opt.Threads = None,
     seed: opt.Seed = 0,
     nodes: opt.Nodes = None,
+    guard: Annotated[
+        bool, typer.Option("--guard/--no-guard", help="Run drafts as a patched model does, as DRAFT+guard.")
+    ] = False,
+    both: Annotated[bool, typer.Option("--both", help="Run each draft with the guard and without it.")] = False,
     baselines: Annotated[bool, typer.Option(help="Also run transformers' own generate and its prompt lookup.")] = True,
     assistant: Annotated[
         str | None, typer.Option(help="Also run transformers' assisted generation with this model.")
@@ -75,7 +79,8 @@ def bench(
         raise typer.BadParameter("give either --target or --gpu-shape")
     helper = None if assistant is None else opt.load(assistant, dtype, device, threads)[0]
     settings = BenchSettings(max_new_tokens, 0.0, seed, baselines=baselines, nodes=nodes, assistant=helper)
-    settings = replace(settings, early_exit=early_exit, bound=bound)
+    how: Any = "both" if both else "guard" if guard else "raw"
+    settings = replace(settings, early_exit=early_exit, bound=bound, guard=how)
     conditions = Conditions(tuple(temperature or (0.0,)), tuple(context or (None,)), tuple(batch or (1,)))
     if gpu_shape is not None:
         results = _measure_shape(gpu_shape, script, limit, dtype, device, threads, settings, conditions)
@@ -181,13 +186,18 @@ def _measure_suite(
 ) -> dict[str, Any]:
     from selfspec.inference.bench import resolve_drafts
     from selfspec.inference.bench.suite import run_suite
+    from selfspec.inference.guard.setup import known_chances
     from selfspec.target import Target
 
     model, tokenizer = opt.load(target, dtype, device, threads)
     door, found = Target(model), chosen(tokenizer)
     try:
         ids, tasks = [prompt.encode(tokenizer) for prompt in found], [prompt.category for prompt in found]
-        return run_suite(door, resolve_drafts(drafts, door), ids, settings, conditions, tasks if any(tasks) else ())
+        made = resolve_drafts(drafts, door)
+        if settings.guard != "raw":
+            known = {name: known_chances(given) for name, given in zip(made, drafts, strict=False)}
+            settings = replace(settings, known=known)
+        return run_suite(door, made, ids, settings, conditions, tasks if any(tasks) else ())
     finally:
         door.release()
 
