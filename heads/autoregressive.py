@@ -24,7 +24,7 @@ from selfspec.heads.layers import LayerShape, StepStore
 from selfspec.heads.losses import TaughtConfig, denominator, learn, taught_places, teach
 from selfspec.heads.trees import TreePlanner
 from selfspec.target import Target
-from selfspec.tree import DraftTree
+from selfspec.tree import DraftTree, Path
 
 _ROOM = 512
 _ANY_DEPTH = 1 << 30
@@ -123,6 +123,11 @@ class AutoregressiveHead(DraftHead):
         self._planner = TreePlanner(
             config.choices, config.tree_nodes, config.tree_depth, config.tree_top_k, _ANY_DEPTH, self.output.vocab.size
         )
+
+    @property
+    def choices(self) -> list[Path] | None:
+        """The static tree as paths of ranks, best first; None where trees are grown."""
+        return self._planner.choices
 
     @abstractmethod
     def _features(self, verified: Verified) -> Tensor:

@@ -40,7 +40,7 @@ from selfspec.heads.rotary import Rotary
 from selfspec.heads.trees import TreePlanner
 from selfspec.registry import register
 from selfspec.target import Target
-from selfspec.tree import DraftTree
+from selfspec.tree import DraftTree, Path
 
 _ROOM = 512
 
@@ -146,6 +146,11 @@ class Hydra(DraftHead):
             config.num_heads,
             self.output.vocab.size,
         )
+
+    @property
+    def choices(self) -> list[Path] | None:
+        """The static tree as paths of ranks, best first; None where trees are grown."""
+        return self._planner.choices
 
     @property
     def needs(self) -> Needs:

@@ -87,7 +87,7 @@ class Medusa(DraftHead):
         if config.output_per_head:
             self.output = DraftOutput(target, config.draft_vocab_size, own=True, stacks=config.num_heads)
         self.blocks = ResidualBlocks(config.num_heads, config.num_layers, config.hidden_size)
-        self._choices: list[Path] = _choices_of(config, self.output.vocab.size)
+        self.choices: list[Path] = _choices_of(config, self.output.vocab.size)
         self._layouts: dict[tuple[int, int, torch.device], _Layout] = {}
 
     @property
@@ -123,10 +123,10 @@ class Medusa(DraftHead):
         return DraftTree(torch.cat([state.root.unsqueeze(1), guesses], 1), layout.shape)
 
     def _layout(self, budget: Budget, device: torch.device) -> _Layout:
-        nodes = len(self._choices) if budget.nodes is None else max(0, min(budget.nodes - 1, len(self._choices)))
+        nodes = len(self.choices) if budget.nodes is None else max(0, min(budget.nodes - 1, len(self.choices)))
         key = (nodes, min(budget.depth, self.config.num_heads), device)
         if key not in self._layouts:
-            shape, paths = shape_from_choices(cut_choices(self._choices, nodes, key[1]))
+            shape, paths = shape_from_choices(cut_choices(self.choices, nodes, key[1]))
             ranks = 1 + max((path[-1] for path in paths[1:]), default=0)
             places = torch.tensor([(len(path) - 1) * ranks + path[-1] for path in paths[1:]], dtype=torch.long)
             self._layouts[key] = _Layout(TreeShape(shape.parents.to(device)), ranks, places.to(device))

@@ -75,13 +75,14 @@ def test_acceptance_is_counted_by_depth_and_by_rank() -> None:
     target.release()
 
 
-def test_tuned_heads_carry_statistics_a_profile_and_a_tree_and_still_write_the_same_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("kind", "static"), [("medusa", True), ("hydra", False)])
+def test_tuned_heads_carry_statistics_a_profile_and_a_static_tree_if_theirs_is_one_and_write_the_same_text(
+    kind: str, static: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, heads, results = tiny_folder.save(tmp_path / "model"), tmp_path / "heads", tmp_path / "out.json"
     model, _ = load_target(str(folder), "float32")
     target = Target(model)
-    method = registry.method("medusa")
+    method = registry.method(kind)
     save_head(method.from_target(method.config_class(num_heads=2), target), heads)
     target.release()
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "def add(a, b):"}\n')
@@ -96,7 +97,8 @@ def test_tuned_heads_carry_statistics_a_profile_and_a_tree_and_still_write_the_s
     assert "wrote" in capsys.readouterr().out
     assert len(saved_chances(heads)) == len(json.loads((heads / STATISTICS).read_text())["conditional_by_depth"])
     assert list(heads.glob("profile-*.json")) and json.loads(results.read_text())["profile"]["groups"]
-    assert json.loads((heads / CONFIG).read_text())["kind"] == "medusa"
+    assert json.loads((heads / CONFIG).read_text())["kind"] == kind
+    assert ("choices" in json.loads(results.read_text())) is static
     ids = tiny.text(1, 7)
     with patched(model, heads, guard=True):
         assert torch.equal(model.generate(ids, max_new_tokens=20), plain(model, ids, max_new_tokens=20))

@@ -12,9 +12,6 @@ from selfspec.errors import ConfigError
 UNTRAINED = ("medusa", "eagle")
 """Heads with fresh weights that the adversarial set tries beside the drafts given."""
 
-STATIC = ("medusa", "hydra", "hydra-cross")
-"""Heads whose tree is a static one even where their configuration leaves it open."""
-
 
 def adversarial(door: Any, drafts: dict[str, Any], prompts: list[list[int]], settings: Any) -> dict[str, Any]:
     """Run the set with a line per case on stderr, and print its table."""
@@ -59,12 +56,12 @@ def tune_heads(door: Any, folder: Path, prompts: list[list[int]], max_new_tokens
     for path in save(folder, found, table):
         typer.echo(f"wrote {path}")
     results: dict[str, Any] = {"statistics": found, "profile": table.to_dict()}
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    if config.get("choices") is not None or config["kind"] in STATIC:
+    if getattr(draft, "choices", None):  # a static tree
         seconds = seconds_of(table, draft, sum(map(len, prompts)) // len(prompts))
         choices = fastest_choices(found["chances_by_rank"], seconds)
         results["choices"] = [list(path) for path in choices]
         if choices:
+            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
             write_json(folder / CONFIG, {**config, "choices": results["choices"]})
         tokens = expected_tokens(choices, found["chances_by_rank"])
         typer.echo(
