@@ -79,7 +79,7 @@ def reaches(query: Tensor, key: Tensor, window: int) -> Tensor:
     return query - key < window
 
 
-def continuing(tokens: int, slots: Slots, window: int | None) -> Tensor:
+def visible_line(tokens: int, slots: Slots, window: int | None) -> Tensor:
     """`[B, N, S]` bool: which slots of the view each of N tokens behind the committed ones attends to."""
     first, end = slots.view(window, tokens)
     place = slots.index(tokens).unsqueeze(-1)

@@ -18,7 +18,7 @@ from selfspec.cache import SlotCache, Slots
 from selfspec.draft import Needs
 from selfspec.draft_pass import DraftPasses, resume
 from selfspec.errors import UnsupportedGeneration, UnsupportedModel
-from selfspec.masks import as_attention_mask, block_diagonal, continuing, tree_positions, visible, visible_again
+from selfspec.masks import as_attention_mask, block_diagonal, tree_positions, visible, visible_again, visible_line
 from selfspec.output_head import FewRowsHead
 from selfspec.support import refuse_unsupported, takes_positions, why_chain_only
 from selfspec.taps import Taps
@@ -127,7 +127,7 @@ class Target(TargetParts):
             slots = cache.slots
             positions = slots.index(tokens.shape[1])
             if not self.chain_only:  # their own causal masks are right for one row
-                mask = self.masks(lambda window: continuing(tokens.shape[1], slots, window))
+                mask = self.masks(lambda window: visible_line(tokens.shape[1], slots, window))
         last: int | Tensor = 1
         if min(counts) != tokens.shape[1]:
             last = (torch.tensor(counts, device=tokens.device).unsqueeze(1) - 1).clamp_min(0)

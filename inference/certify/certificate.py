@@ -27,8 +27,8 @@ from selfspec.inference.certify.greedy import greedy_check
 from selfspec.inference.certify.record import circumstances, draft_record, target_record
 from selfspec.inference.certify.rule import rule_check, shape_of
 from selfspec.inference.certify.sampled import Rounds, sampled_check
-from selfspec.inference.patch import resolve_draft
 from selfspec.inference.runs import prepare
+from selfspec.resolve import resolve_draft
 from selfspec.target import Target
 
 GREEDY, RULE, DRAWS, SAMPLED = "greedy", "rule", "draws", "sampled"

@@ -105,7 +105,7 @@ def _show_differences(greedy: list[dict[str, Any]]) -> None:
 
 def _check(path: Path, target: str, draft: str, dtype: str, device: str | None, threads: int | None) -> None:
     from selfspec.inference.certify.record import mismatches, read_certificate
-    from selfspec.inference.patch import resolve_draft
+    from selfspec.resolve import resolve_draft
     from selfspec.target import Target
 
     record = read_certificate(path)
