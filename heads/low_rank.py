@@ -80,9 +80,15 @@ class LowRank(SelfDraft):
         ranks = {name: max(1, int(share * _break_even(weights[name]))) for name, share in shares.items() if share < 1}
         folder = cache_folder() if config.folder is None else Path(config.folder)
         self._plan = target.passes.check(Plan(factors=factorised(target, weights, ranks, folder)))
+        self._home = target.device, target.dtype
 
     def plan(self) -> Plan:
-        """The factors."""
+        """The factors, which follow a target that has moved or changed its dtype."""
+        home = self.target.device, self.target.dtype
+        if home != self._home:
+            weights = matrices(self.target)
+            moved = {k: (down.to(weights[k]), up.to(weights[k])) for k, (down, up) in self._plan.factors.items()}
+            self._plan, self._home = Plan(factors=moved), home
         return self._plan
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import oracle
@@ -44,6 +45,18 @@ def test_the_model_may_change_dtype_and_attention_after_it_was_patched(prompt: T
         own.to(torch.float32)
         own.set_attn_implementation("eager")
         assert torch.equal(own.generate(prompt, max_new_tokens=NEW), wanted)
+
+
+@pytest.mark.parametrize("kind", ["early-exit", "layer-skip", "low-rank", "lookup"])
+def test_drafts_of_the_targets_own_weights_follow_its_dtype(
+    kind: str, prompt: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    model = tiny.model("llama").to(torch.bfloat16)
+    with patched(model, kind):
+        model.generate(prompt, max_new_tokens=4)
+        model.to(torch.float32)
+        assert torch.equal(model.generate(prompt, max_new_tokens=NEW), plain(model, prompt, max_new_tokens=NEW))
 
 
 def test_weights_edited_after_the_patch_count(prompt: Tensor) -> None:
