@@ -22,6 +22,7 @@ from selfspec.errors import CheckpointError, ConfigError
 from selfspec.output_head import FewRowsHead
 from selfspec.target import Target
 from selfspec.tree import DraftTree
+from selfspec.values import check_types
 from selfspec.vocab import DraftVocab
 
 FORMAT_VERSION = 1
@@ -56,7 +57,7 @@ class DraftConfig:
         """From JSON values.
 
         Raises:
-            ConfigError: a key this method does not know, or a newer format.
+            ConfigError: a key this method does not know, a value of another type, or a newer format.
         """
         if values.get("format_version", FORMAT_VERSION) > FORMAT_VERSION:
             raise ConfigError(
@@ -67,6 +68,7 @@ class DraftConfig:
         unknown = sorted(set(values) - known)
         if unknown:
             raise ConfigError(f"unknown keys {unknown} in the head's config; known: {sorted(known)}")
+        check_types(cls, values)
         return cls(**values)
 
 

@@ -13,6 +13,7 @@ from selfspec.draft import Draft
 from selfspec.errors import ConfigError
 from selfspec.head import DraftHead
 from selfspec.target import Target
+from selfspec.values import check_types
 
 DraftLike = str | Path | Draft | Mapping[str, Any] | Sequence[Any]
 """What `resolve_draft` understands."""
@@ -92,6 +93,7 @@ def _by_config(values: Mapping[str, Any], target: Target) -> Draft:
     known = {f.name for f in fields(cls.config_class)}
     if unknown := sorted(set(settings) - known):
         raise ConfigError(f"{kind!r} has no settings {unknown}; known: {sorted(known)}")
+    check_types(cls.config_class, settings)
     return _made(cls, cls.config_class(**settings), target)
 
 
