@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from selfspec.checkpoint import read_config
+from selfspec.checkpoint import json_object, read_config
 from selfspec.errors import CheckpointError, ConfigError
 from selfspec.provenance import PROVENANCE
 
@@ -96,15 +95,7 @@ def read_facts(folder: Path) -> Facts:
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object, None where there is no file. Raises CheckpointError for anything else."""
-    if not path.is_file():
-        return None
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); make it again") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds {type(values).__name__}, wanted an object; make it again")
-    return values
+    return json_object(path, "make it again") if path.is_file() else None
 
 
 def _bench(path: Path) -> dict[str, Any]:

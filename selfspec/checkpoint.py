@@ -30,7 +30,7 @@ from selfspec.outputs import whole_file
 from selfspec.target import Target
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-_MOST_CONFIG = 16 << 20
+_MOST_CONFIG, _MOST_JSON = 16 << 20, 64 << 20
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _ADAPTER = "peft."
 """Tensors of a PEFT adapter that a head owns; they are written under PEFT's own names, in PEFT's own files."""
@@ -67,6 +67,23 @@ def write_json(path: Path, values: Any) -> None:
     """Write JSON under a temporary name, then rename."""
     with whole_file(path) as work:
         work.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def json_object(path: Path, remedy: str, most: int = _MOST_JSON) -> dict[str, Any]:
+    """The JSON object of a file.
+
+    Raises:
+        CheckpointError: it is longer than `most` bytes, no JSON, or another value; the message ends with the remedy.
+    """
+    if path.stat().st_size > most:
+        raise CheckpointError(f"{path} has {path.stat().st_size} bytes, wanted at most {most}; {remedy}")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}); {remedy}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} holds {type(values).__name__}, wanted a JSON object; {remedy}")
+    return values
 
 
 def save_head(head: DraftHead, folder: str | Path, dtype: torch.dtype | None = None) -> Path:
@@ -130,13 +147,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise CheckpointError(f"{folder} holds no {CONFIG}; give a folder written by `selfspec train`")
-    if path.stat().st_size > _MOST_CONFIG:
-        raise CheckpointError(f"{path} has {path.stat().st_size} bytes; the config of a head is not that long")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); restore it from a backup or train again") from error
-    if not isinstance(values, dict) or not isinstance(values.get("kind"), str):
+    values = json_object(path, "restore it from a backup or train again", _MOST_CONFIG)
+    if not isinstance(values.get("kind"), str):
         raise CheckpointError(
             f"{path} names no `kind`, so it is not a selfspec head; a checkpoint of another project becomes one with: "
             f"selfspec import {folder} NEW_FOLDER --target BASE_MODEL"

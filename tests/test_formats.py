@@ -643,7 +643,7 @@ def test_shards_are_read_through_their_index(target: Target, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "content", "named"),
     [
-        ("config.json", b"[1]", "no JSON object"),
+        ("config.json", b"[1]", "wanted a JSON object"),
         ("config.json", b"[" * 100_000, "not valid JSON"),
         ("model.safetensors", b"\xff" * 8, "damaged"),
         ("a.txt", b"", "no weights"),

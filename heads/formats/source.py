@@ -6,7 +6,6 @@ pickles are unpacked with `weights_only=True` from archives that hold what they 
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 import zipfile
@@ -19,13 +18,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from selfspec.checkpoint import json_object
 from selfspec.errors import CheckpointError
 
 CONFIG = "config.json"
 PICKLES = (".bin", ".pt", ".pth")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _NOT_WEIGHTS = ("optimizer", "scheduler", "rng_state", "training_args", "training_state", "token_map")
-_MOST_JSON = 64 << 20
+_AGAIN = "copy or download it again"
 
 T = TypeVar("T")
 Effect = Literal["told", "lossy", "fatal"]
@@ -143,7 +143,7 @@ class Source:
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder with a checkpoint")
         path = folder / CONFIG
-        config = _json(path) if path.is_file() else {}
+        config = json_object(path, _AGAIN) if path.is_file() else {}
         source = cls(folder, Fields(config, str(path)), {})
         for file in _weight_files(folder):
             found = _safetensors_entries(file) if file.suffix == ".safetensors" else source._pickle_entries(file)
@@ -240,18 +240,6 @@ class Source:
         return self.notes + unknown
 
 
-def _json(path: Path) -> dict[str, Any]:
-    if path.stat().st_size > _MOST_JSON:
-        raise CheckpointError(f"{path} has {path.stat().st_size} bytes; a file of settings is not that long")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); copy or download it again") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds no JSON object; copy or download it again")
-    return values
-
-
 def _weight_files(folder: Path) -> list[Path]:
     for index in _INDEXES:
         if (folder / index).is_file():
@@ -265,7 +253,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _indexed(path: Path) -> list[Path]:
-    places = _json(path).get("weight_map")
+    places = json_object(path, _AGAIN).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise CheckpointError(f"{path} maps no tensors to files; copy or download it again")
     files = []
