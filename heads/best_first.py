@@ -4,7 +4,7 @@ A head that guesses several depths in one pass gives, for each depth, a distribu
 taken at the depth before. A path then scores the product of its marginals. Scores never grow along a path or from one
 rank to the next, so taking the likeliest node next gives the best tree of every size.
 
-Letters: B rows, N tree nodes, K depths, C ranks considered per depth.
+Letters: B rows, N tree nodes, K depths, C ranks considered per depth, Q draft vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.tree import TreeShape
+from selfspec.tree import DraftTree, TreeShape
+from selfspec.vocab import DraftVocab
 
 
 class Node(NamedTuple):
@@ -84,3 +85,19 @@ def best_first(
     if any(len(row) < count for row in rows):
         real = torch.tensor([[i <= len(row) for i in range(count + 1)] for row in rows], device=scores.device)
     return columns.flatten(1).gather(1, index), TreeShape(parents, real)
+
+
+def likeliest_tree(root: Tensor, logits: Tensor, vocab: DraftVocab, ranks: int, guesses: int) -> DraftTree:
+    """The best tree of each row from what a head says of each depth, in one pass.
+
+    Args:
+        root: `[B]`, the newest committed token.
+        logits: `[B, K, Q]` over the draft vocabulary, in any floating dtype.
+        vocab: says which token a column is.
+        ranks: C, or less where the vocabulary is smaller.
+        guesses: nodes of a tree, the root not counted.
+    """
+    logits = logits.float()
+    scores, columns = logits.topk(min(ranks, logits.shape[-1]))
+    columns, shape = best_first(scores - logits.logsumexp(-1, keepdim=True), columns, guesses)
+    return DraftTree(torch.cat([root.unsqueeze(1), vocab.to_target(columns)], 1), shape)

@@ -24,7 +24,7 @@ from selfspec.cache import SlotCache
 from selfspec.draft import Budget, DraftState, Needs, Sampling, Verified
 from selfspec.head import DraftHead, HeadLoss
 from selfspec.heads.anchors import Anchors, choose_anchors
-from selfspec.heads.best_first import best_first
+from selfspec.heads.best_first import likeliest_tree
 from selfspec.heads.context_layers import ContextLayer
 from selfspec.heads.dflash_config import DFlashConfig, check, fill_from_target, layer_shape
 from selfspec.heads.layers import RMSNorm, StepStore
@@ -180,11 +180,7 @@ class DFlash(DraftHead):
         return self._chosen(state.root, said, guesses)
 
     def _chosen(self, root: Tensor, said: Tensor, guesses: int) -> DraftTree:
-        logits = self.output(said).float()
-        scores, columns = logits.topk(min(self.config.tree_top_k, logits.shape[-1]))
-        scores = scores - logits.logsumexp(-1, keepdim=True)
-        columns, shape = best_first(scores, columns, guesses)
-        return DraftTree(torch.cat([root.unsqueeze(1), self.output.vocab.to_target(columns)], 1), shape)
+        return likeliest_tree(root, self.output(said), self.output.vocab, self.config.tree_top_k, guesses)
 
     def _drawn(self, root: Tensor, said: Tensor, sampling: Sampling, generator: torch.Generator | None) -> DraftTree:
         """A chain; depth j is drawn from its own marginal, whatever was drawn before."""

@@ -15,12 +15,15 @@ from torch import Tensor
 from selfspec.draft import Budget, DraftState, Needs, Sampling, Verified, last_of
 from selfspec.errors import ConfigError
 from selfspec.head import DraftHead, DraftOutput, HeadLoss
+from selfspec.heads.best_first import likeliest_tree
 from selfspec.heads.layers import ResidualBlocks
 from selfspec.heads.losses import TaughtConfig, denominator, learn, taught_places, teach
 from selfspec.heads.trees import check_choices, cut_choices, default_choices
 from selfspec.registry import register
 from selfspec.target import Target
 from selfspec.tree import DraftTree, Path, TreeShape, shape_from_choices
+
+STATIC, BEST_FIRST = "static", "best-first"
 
 
 @dataclass(kw_only=True)
@@ -30,15 +33,22 @@ class MedusaConfig(TaughtConfig):
     Args:
         num_heads: M.
         num_layers: residual blocks per head.
-        choices: the tree as paths of ranks, best first; None takes a default for the number of heads. Path
+        tree: `static`, the same paths of ranks in every round, or `best-first`, each round the tree that the heads'
+            own probabilities say is the likeliest of its size (see `best_first`).
+        choices: the static tree as paths of ranks, best first; None takes a default for the number of heads. Path
             `(c1, .., cm)` is the token of rank `cm` of head m - 1. An empty list drafts nothing.
+        tree_nodes: nodes of a best-first tree, the root included, unless the budget says otherwise.
+        tree_top_k: tokens of each head that a best-first tree considers.
         head_decay: head j counts `head_decay ** j` in the loss (section 2.2.1).
         output_per_head: an output matrix of its own for each head (M * Q * D weights), as published heads have.
     """
 
     num_heads: int = 4
     num_layers: int = 1
+    tree: str = STATIC
     choices: Sequence[Sequence[int]] | None = None
+    tree_nodes: int = 12
+    tree_top_k: int = 4
     head_decay: float = 0.8
     output_per_head: bool = False
 
@@ -113,7 +123,9 @@ class Medusa(DraftHead):
     def propose(
         self, state: MedusaState, budget: Budget, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
-        """The static tree, filled from each head's ranking."""
+        """The static tree, filled from each head's ranking, or the likeliest one."""
+        if self.config.tree == BEST_FIRST:
+            return self._likeliest(state, budget)
         layout = self._layout(budget, state.root.device)
         if layout.shape.nodes == 1:
             return DraftTree.root_only(state.root)
@@ -121,6 +133,14 @@ class Medusa(DraftHead):
         ranked = logits.topk(layout.ranks).indices.transpose(0, 1).flatten(1)
         guesses = self.output.vocab.to_target(ranked[:, layout.places])
         return DraftTree(torch.cat([state.root.unsqueeze(1), guesses], 1), layout.shape)
+
+    def _likeliest(self, state: MedusaState, budget: Budget) -> DraftTree:
+        guesses = (self.config.tree_nodes if budget.nodes is None else budget.nodes) - 1
+        depth = min(self.config.num_heads, budget.depth, guesses)
+        if depth < 1:
+            return DraftTree.root_only(state.root)
+        logits = self.output(self.blocks(state.hidden.to(self.blocks.weight)))[:depth].transpose(0, 1)
+        return likeliest_tree(state.root, logits, self.output.vocab, self.config.tree_top_k, guesses)
 
     def _layout(self, budget: Budget, device: torch.device) -> _Layout:
         nodes = len(self.choices) if budget.nodes is None else max(0, min(budget.nodes - 1, len(self.choices)))
@@ -157,6 +177,13 @@ class Medusa(DraftHead):
 
 
 def _choices_of(config: MedusaConfig, draft_tokens: int) -> list[Path]:
+    if config.tree not in (STATIC, BEST_FIRST) or min(config.tree_nodes, config.tree_top_k) < 1:
+        raise ConfigError(
+            f"tree is {config.tree!r} of {config.tree_nodes} nodes from {config.tree_top_k} tokens a head, wanted "
+            f"{STATIC!r} or {BEST_FIRST!r}, at least a node and a token"
+        )
+    if config.tree == BEST_FIRST and config.choices is not None:
+        raise ConfigError(f"choices are a static tree, and tree is {BEST_FIRST!r}; leave one out")
     if config.choices is None:
         return [path for path in default_choices(config.num_heads) if max(path) < draft_tokens]
     choices = [tuple(int(rank) for rank in path) for path in config.choices]

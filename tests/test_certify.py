@@ -225,7 +225,7 @@ def test_trees_are_cut_to_what_can_be_enumerated_and_keep_their_kind() -> None:
 # The q of every draft
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.kind)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_nodes_of_every_method_are_drawn_from_the_q_it_hands_over(row: Row) -> None:
     target = tiny.selfspec_target("llama")
     try:

@@ -36,7 +36,7 @@ SCRIPTS: dict[str, Callable[[int], Any]] = {
     "wide trees": lambda s: oracle.random_trees(s, 24, 0.5, deep=0.1),
     "deep trees": lambda s: oracle.random_trees(s, 20, 0.9, False, 0.9),
 }
-METHODS = {row.kind: row for row in ROWS if not changes_target(registry.method(row.kind))}
+METHODS = {row.name: row for row in ROWS if not changes_target(registry.method(row.kind))}
 """Those whose text is the target's own."""
 MORE_PROCESSORS: list[dict[str, Any]] = [
     *PROCESSORS[:-1],

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from typing import Any
+
 import golden
 import pytest
 import tiny
@@ -99,6 +103,66 @@ def test_trees_that_do_not_fit_are_refused_at_construction(
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         make(target, num_heads=2, choices=choices)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"tree": "dynamic"}, "'dynamic'.*'static' or 'best-first'"),
+        ({"tree": "best-first", "choices": [[0]]}, "leave one out"),
+        ({"tree": "best-first", "tree_nodes": 0}, "of 0 nodes"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_trees_that_make_no_sense_are_refused(target: Target, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        make(target, **options)
+
+
+@torch.no_grad()
+def test_best_first_trees_hold_the_likeliest_paths_of_each_row(target: Target) -> None:
+    """Judged by listing every path of the heads' own probabilities; rows differ in shape, and are as rows alone."""
+    head = make(target, num_heads=3, tree="best-first", tree_nodes=9, tree_top_k=5)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in head.blocks.parameters():
+        parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+    ids = tiny.text(3, 12)
+    output = target.features(ids[:, :-1], None, head.needs)
+    verified = Verified(ids[:, :-1], ids[:, 1:], torch.tensor([11, 11, 11]), output.hidden)
+    state = head.begin(verified)
+    tree = head.propose(state, Budget(), Sampling(), None)
+    chances = head.output(head.blocks(state.hidden)).softmax(-1).transpose(0, 1)
+    for row in range(3):
+        best = chances[row].topk(5)
+        paths = [
+            math.prod(float(best.values[depth, rank]) for depth, rank in enumerate(ranks))
+            for depths in (1, 2, 3)
+            for ranks in itertools.product(range(5), repeat=depths)
+        ]
+        lines = [ancestry(tree.parents[row].tolist(), node)[1:] for node in range(1, 9)]
+        found = [
+            math.prod(float(chances[row, depth, tree.tokens[row, node]]) for depth, node in enumerate(line))
+            for line in lines
+        ]
+        assert sum(found) == pytest.approx(sum(sorted(paths, reverse=True)[:8]), rel=1e-5)
+        alone = head.propose(state.select(torch.tensor([row])), Budget(), Sampling(), None)
+        assert torch.equal(alone.tokens[0], tree.tokens[row])
+    assert len({tuple(row) for row in tree.parents.tolist()}) > 1
+
+
+def ancestry(parents: list[int], node: int) -> list[int]:
+    """The root, then the nodes down to this one."""
+    return [node] if parents[node] < 0 else [*ancestry(parents, parents[node]), node]
+
+
+def test_a_budget_cuts_a_best_first_tree(target: Target) -> None:
+    head = make(target, num_heads=3, tree="best-first")
+    ids = tiny.text(1, 5)
+    state = head.begin(Verified(ids[:, :-1], ids[:, 1:], torch.tensor([4]), torch.ones(1, 4, 32)))
+    trees = [head.propose(state, budget, Sampling(), None) for budget in (Budget(nodes=5), Budget(nodes=7, depth=1))]
+    assert [tree.nodes for tree in trees] == [5, 5]  # four tokens of a head are considered
+    assert trees[1].parents.tolist() == [[-1, 0, 0, 0, 0]]
+    assert head.propose(state, Budget(nodes=1), Sampling(), None).nodes == 1
 
 
 def test_an_empty_tree_drafts_nothing(target: Target) -> None:

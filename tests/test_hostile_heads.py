@@ -93,7 +93,7 @@ def test_little_memory_is_little() -> None:
 TRAINED = [row for row in ROWS if row.trainable]
 
 
-@pytest.mark.parametrize("row", TRAINED, ids=[row.kind for row in TRAINED])
+@pytest.mark.parametrize("row", TRAINED, ids=[row.name for row in TRAINED])
 def test_every_kind_of_heads_stays_within_the_limit_when_loaded(row: Row, target: Target, tmp_path: Path) -> None:
     head = make(row, target)
     loaded = load_head(save_head(head, tmp_path / "heads"), target)
