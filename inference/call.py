@@ -136,7 +136,7 @@ class Call:
         if mask is None and cache is not None and cache.get_seq_length() > 0:
             mask = torch.ones(self.input_ids.shape[0], columns(self, model_kwargs), dtype=torch.long)
         return Request(
-            self.input_ids.to(device),
+            self.input_ids.to(device, torch.long),
             None if mask is None else mask.to(device),
             self.processors,
             self.criteria,

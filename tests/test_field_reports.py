@@ -166,3 +166,24 @@ def test_the_size_of_trees_is_that_of_the_newest_patch(model: PreTrainedModel, p
     assert model.generation_config.to_dict() == before
     assert sizes == [3, 9, 0], "without a limit nobody is told one"
     assert proposed[0] < proposed[1] < proposed[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int64])
+@pytest.mark.parametrize("sample", [False, True])
+def test_prompts_of_any_whole_numbers_give_the_text_of_plain_decoding(
+    model: PreTrainedModel, prompt: Tensor, dtype: torch.dtype, sample: bool
+) -> None:
+    """transformers joins them with new tokens of int64, and so returns int64."""
+    wanted = plain(model, prompt.to(torch.int32), max_new_tokens=NEW)
+    with patched(model, knows(model, prompt)):
+        found = model.generate(prompt.to(dtype), max_new_tokens=NEW, do_sample=sample, top_k=1)
+    assert found.dtype == wanted.dtype == torch.int64
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("kind", ["lookup", "layer-skip"])
+def test_a_model_of_nan_says_what_it_says_in_plain_decoding(kind: str, prompt: Tensor) -> None:
+    broken = tiny.model("llama")
+    with patched(broken, kind):
+        broken.model.norm.weight.fill_(torch.nan)
+        assert torch.equal(broken.generate(prompt, max_new_tokens=9), plain(broken, prompt, max_new_tokens=9))
