@@ -123,6 +123,9 @@ def _prompt_obstacles(call: Call, target: Target, model_kwargs: dict[str, Any]) 
     embeds = model_kwargs.get("inputs_embeds")
     if embeds is None and call.input_ids.shape[1] == 0:
         raise UnsupportedGeneration("the prompt is empty; give at least one token")
+    kind = call.input_ids.dtype
+    if embeds is None and (kind.is_floating_point or kind == torch.bool):
+        raise UnsupportedGeneration(f"the prompt is of {kind}; give token ids as int64")
     width = columns(call, model_kwargs)
     if embeds is not None and (call.input_ids.shape[1] not in (0, width) or embeds.shape[1] != width):
         return [f"inputs_embeds of {embeds.shape[1]} places beside {call.input_ids.shape[1]} input_ids"]

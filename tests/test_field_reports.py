@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast, TextIteratorStreamer
 
 from selfspec.draft import Budget, Needs, Verified
+from selfspec.errors import UnsupportedGeneration
 from selfspec.target import Target
 from selfspec.tree import DraftTree
 
@@ -179,6 +180,12 @@ def test_prompts_of_any_whole_numbers_give_the_text_of_plain_decoding(
         found = model.generate(prompt.to(dtype), max_new_tokens=NEW, do_sample=sample, top_k=1)
     assert found.dtype == wanted.dtype == torch.int64
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_prompts_of_other_numbers_are_refused(model: PreTrainedModel, prompt: Tensor, dtype: torch.dtype) -> None:
+    with patched(model, "lookup"), pytest.raises(UnsupportedGeneration, match=f"prompt is of {dtype}"):
+        model.generate(prompt.to(dtype), max_new_tokens=NEW, pad_token_id=0)
 
 
 @pytest.mark.parametrize("kind", ["lookup", "layer-skip"])
