@@ -230,12 +230,31 @@ def test_peer_tree_buffers(name: str) -> None:
     assert torch.equal(shape.depth[0], vectors["buffers.hydra_position_ids"])
 
 
-def compare_decoding(head: DraftHead, name: str, runs: slice) -> None:
-    """The text and every round's accepted length; every tree too, of the attention variants its first level.
+def _siblings_see_earlier_ones(head: Eagle) -> None:
+    """The peer's mask of `eagle-attn` below the root: causal over the nodes of a level, instead of each node alone."""
+    run = head._run
 
-    Deeper down, the peer's attention variants rank a tenth of the unlikely nodes differently (from rank 2 on; the first
-    choices, and so the accepted lengths, agree). What its code does there is described nowhere we could read.
+    def seeing(features: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None, stores: Any) -> Tensor:
+        width = tokens.shape[1]
+        if mask is not None and width > 1 and torch.equal(mask[0, 0, :, -width:], torch.eye(width, dtype=torch.bool)):
+            mask = mask.clone()
+            mask[..., -width:] = torch.ones(width, width, dtype=torch.bool).tril()
+        return run(features, tokens, positions, mask, stores)
+
+    head._run = seeing  # type: ignore[method-assign]
+
+
+def compare_decoding(head: DraftHead, name: str, runs: slice) -> None:
+    """The text and every round's accepted length; every tree too, of the attention variants its upper levels.
+
+    Under the peer's mask a node of `eagle-attn` sees the siblings before it, which is no tree: a tenth of the unlikely
+    nodes rank otherwise, from rank 2 on. With that mask put in, two levels agree; deeper down the peer lays masks over
+    the wrong keys. Of `cross-attn` the first level is compared. First choices and accepted lengths agree everywhere.
     """
+    deepest = 1
+    if isinstance(head, Eagle):
+        _siblings_see_earlier_ones(head)
+        deepest = 2
     for run in golden.notes(name)["runs"][runs]:
         rounds, ids = golden.decode_rounds(head.target, head, run)
         assert ids == run["output_ids"]
@@ -244,7 +263,15 @@ def compare_decoding(head: DraftHead, name: str, runs: slice) -> None:
             continue
         assert [r.accepted for r in rounds] == run["accept_length_per_round"]
         for ours, tokens in zip(rounds, run["tree_tokens_per_round"], strict=True):
-            assert ours.tokens[:11] == tokens[:11]
+            count = sum(depth <= deepest for depth in ours.depths)
+            assert count > 10 and ours.tokens[:count] == tokens[:count]
+
+
+@pytest.mark.parametrize("name", ARCHS[2:])
+def test_the_attention_variants_write_the_peers_text_with_a_trees_own_mask(name: str) -> None:
+    run, head = golden.notes(name)["runs"][0], peer(name)
+    rounds, ids = golden.decode_rounds(head.target, head, run)
+    assert ids == run["output_ids"] and [r.accepted for r in rounds] == run["accept_length_per_round"]
 
 
 @pytest.mark.parametrize("name", ARCHS)
