@@ -97,7 +97,7 @@ class Medusa(DraftHead):
         if config.output_per_head:
             self.output = DraftOutput(target, config.draft_vocab_size, own=True, stacks=config.num_heads)
         self.blocks = ResidualBlocks(config.num_heads, config.num_layers, config.hidden_size)
-        self.choices: list[Path] = _choices_of(config, self.output.vocab.size)
+        self.choices = _choices_of(config, self.output.vocab.size)
         self._layouts: dict[tuple[int, int, torch.device], _Layout] = {}
 
     @property
@@ -177,6 +177,7 @@ class Medusa(DraftHead):
 
 
 def _choices_of(config: MedusaConfig, draft_tokens: int) -> list[Path]:
+    """The static tree; empty where trees are grown. Raises ConfigError for a config that contradicts itself."""
     if config.tree not in (STATIC, BEST_FIRST) or min(config.tree_nodes, config.tree_top_k) < 1:
         raise ConfigError(
             f"tree is {config.tree!r} of {config.tree_nodes} nodes from {config.tree_top_k} tokens a head, wanted "
@@ -184,6 +185,8 @@ def _choices_of(config: MedusaConfig, draft_tokens: int) -> list[Path]:
         )
     if config.tree == BEST_FIRST and config.choices is not None:
         raise ConfigError(f"choices are a static tree, and tree is {BEST_FIRST!r}; leave one out")
+    if config.tree == BEST_FIRST:
+        return []
     if config.choices is None:
         return [path for path in default_choices(config.num_heads) if max(path) < draft_tokens]
     choices = [tuple(int(rank) for rank in path) for path in config.choices]

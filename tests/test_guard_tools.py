@@ -75,15 +75,22 @@ def test_acceptance_is_counted_by_depth_and_by_rank() -> None:
     target.release()
 
 
-@pytest.mark.parametrize(("kind", "static"), [("medusa", True), ("hydra", False)])
+@pytest.mark.parametrize(
+    ("kind", "tree", "static"), [("medusa", {}, True), ("medusa", {"tree": "best-first"}, False), ("hydra", {}, False)]
+)
 def test_tuned_heads_carry_statistics_a_profile_and_a_static_tree_if_theirs_is_one_and_write_the_same_text(
-    kind: str, static: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: str,
+    tree: dict[str, str],
+    static: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder, heads, results = tiny_folder.save(tmp_path / "model"), tmp_path / "heads", tmp_path / "out.json"
     model, _ = load_target(str(folder), "float32")
     target = Target(model)
     method = registry.method(kind)
-    save_head(method.from_target(method.config_class(num_heads=2), target), heads)
+    save_head(method.from_target(method.config_class(num_heads=2, **tree), target), heads)
     target.release()
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "def add(a, b):"}\n')
     arguments = ["tune", "--target", folder, "--dtype", "float32", "--draft", heads, "--max-new-tokens", 8]
