@@ -8,9 +8,12 @@ from __future__ import annotations
 import inspect
 import random
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from oracle import Oracle, left_padded, patched, plain, random_trees
 from transformers import (
@@ -26,6 +29,7 @@ from selfspec.draft import Needs
 from selfspec.errors import UnsupportedModel
 from selfspec.target import Target
 from selfspec.tree import DraftTree, TreeShape
+from selfspec.walk import TorchChance
 
 VOCAB = 97
 WINDOW = 8
@@ -332,10 +336,18 @@ def same_text(model: PreTrainedModel, rows: int = 1, do_sample: bool = False) ->
     wanted = plain(model, ids, **options)
     references = [prompt + text[ids.shape[1] :].tolist() for prompt, text in zip(prompts, wanted, strict=True)]
     torch.manual_seed(7)
-    with patched(model, Oracle(references, random_trees(3, 6, 0.7)), self_check=False):
+    with patched(model, Oracle(references, random_trees(3, 6, 0.7)), self_check=False), _drawing_as_transformers():
         found = model.generate(ids, **options)
         assert model.speculation.last.rounds < _NEW * rows, "no guess was ever accepted"
     return torch.equal(found, wanted)
+
+
+@contextmanager
+def _drawing_as_transformers() -> Iterator[None]:
+    """Tokens are drawn with `torch.multinomial`, so that one seed means one text here and there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchChance, "token", lambda self, probs: torch.multinomial(probs, 1).squeeze(1))
+        yield
 
 
 def document(path: Path) -> None:
