@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import shutil
-import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +30,7 @@ from selfspec.fingerprint import fingerprint
 from selfspec.resolve import resolve_draft
 from selfspec.target import Target
 from selfspec.train.answer import write_rows
-from selfspec.train.corpus import STDLIB
+from selfspec.train.corpus import STDLIB, stdlib_files
 from selfspec.train.features import stored, thoughts
 from selfspec.train.forecast import dataset_bytes
 from selfspec.train.packing import packed_features
@@ -166,7 +165,10 @@ def source_state(source: str) -> str | None:
         source = folder
     if not source:
         return ""
-    files = source_files(sysconfig.get_paths()["stdlib"] if source == STDLIB else source.removeprefix(TRAFFIC))
+    if source == STDLIB:  # without installed packages, which lie in the same folder
+        files = [(path, name) for name, path in stdlib_files()]
+    else:
+        files = source_files(source.removeprefix(TRAFFIC))
     facts = [(name, (found := path.stat()).st_size, found.st_mtime_ns) for path, name in files]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
