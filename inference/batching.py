@@ -10,7 +10,6 @@ Letters: B rows, N tree nodes, P prompt tokens, V vocabulary, K rows asked for.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,13 +19,12 @@ from torch import Tensor
 
 from selfspec import hf
 from selfspec.accept import Accepted, accept_chosen
-from selfspec.cache import SlotCache
 from selfspec.draft import Budget, Draft, DraftState, Needs, Sampling, Verified
 from selfspec.errors import UnsupportedGeneration
-from selfspec.host import on_device, waits
-from selfspec.inference.choices import OFF, Choice, Pilot, Round
+from selfspec.inference.choices import Pilot
 from selfspec.inference.drafting import Drafters
-from selfspec.inference.prompt import Prompt, verified_path, verified_prompt
+from selfspec.inference.prompt import Prompt
+from selfspec.inference.rounds import Rounds
 from selfspec.inference.rows import ROOM, Likely, Row
 from selfspec.scoring import picked_everywhere
 from selfspec.stats import Stats
@@ -73,7 +71,7 @@ class Roots(DraftState):
         return Roots(torch.cat([self.root, other.root]))
 
 
-class Batch:
+class Batch(Rounds):
     """Rows that share the passes of the target. Making one reads the prompts and takes the first tokens.
 
     Args:
@@ -96,17 +94,13 @@ class Batch:
         chunk: int | None = None,
         pilot: Pilot | None = None,
     ) -> None:
-        self.target = target
-        self.drafters = Drafters([draft], eager=pilot is None)
-        self.rows = list(rows)
-        self.stats = stats
-        self.nodes = nodes
-        self.pilot = pilot
-        self.reads_once = waits(target.device) and not target.chain_only
-        self.roots: list[int] = []
-        self.cache = target.new_cache(len(self.rows), self._capacity())
-        with torch.no_grad():
-            self._read(chunk)
+        self.rows: list[Row] = list(rows)
+        drafters = Drafters([draft], eager=pilot is None)
+        super().__init__(target, drafters, rows, self._capacity(), stats, nodes, pilot)
+        prompts = [row.request.input_ids[0] for row in self.rows]
+        tokens, counts = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True), [len(p) for p in prompts]
+        self.read(Prompt(tokens, counts, None, None, (tokens, counts), None, tokens.shape[1]), chunk)
+        self.stats.rows += len(counts)
 
     def _capacity(self) -> int:
         return max(row.reserved for row in self.rows)
@@ -116,100 +110,20 @@ class Batch:
         """Slots of the cache that this batch may come to need."""
         return cost([row.reserved for row in self.rows])
 
-    def _read(self, chunk: int | None) -> None:
-        prompts = [row.request.input_ids[0] for row in self.rows]
-        tokens, counts = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True), [len(p) for p in prompts]
-        prompt = Prompt(tokens, counts, None, None, (tokens, counts), None, tokens.shape[1])
-        needs = self.drafters.needs
-        with self.stats.timed("prefill"):
-            out = self.target.prefill(tokens, counts, self.cache, needs, chunk=chunk)
-            tree = DraftTree.root_only(on_device([0] * len(counts), tokens.device))
-            accepted = self._accept(tree, out, self._read_once(tree, out, [0] * len(counts)))
-        self.stats.rows += len(counts)
-        first = [found[0] for found in accepted.tokens]
-        going = self._emit(accepted, out, None)
-        if going:
-            with self.stats.timed("observe"):
-                self.drafters.begin(verified_prompt(prompt, out, first, needs, self._shown_cache()))
-        self._go_on_with(going)
+    def _ask(self, draft: int, budget: Budget) -> DraftTree:
+        return replace(self.drafters.propose(draft, budget, Sampling(), None), drawn=None)
 
-    def _shown_cache(self) -> SlotCache | None:
-        return self.cache if self.drafters.needs.cache else None
-
-    def round(self) -> None:
-        """One pass of the target over a tree of guesses, and all that follows from it."""
-        begun = time.perf_counter()
-        rows, context, depth = len(self.rows), max(self.cache.lengths), self._deepest()
-        choice = self._choose(rows, context, depth)
-        with torch.no_grad():
-            with self.stats.timed("propose"):
-                tree = self._propose(choice, depth)
-            with self.stats.timed("verify"):
-                safe = tree.within(self.target.vocab_size) if self.reads_once else tree
-                out = self.target.verify(safe, self.cache, self.drafters.needs)
-                picks = self._read_once(tree, out, self.roots)
-            with self.stats.timed("accept"):
-                accepted = self._accept(tree, out, picks)
-            with self.stats.timed("emit"):
-                going = self._emit(accepted, out, tree)
-            with self.stats.timed("keep"):
-                self.cache.keep([path[: len(t)] for path, t in zip(accepted.paths, accepted.tokens, strict=True)])
-            with self.stats.timed("observe"):
-                if going:
-                    self.drafters.observe(verified_path(tree, out, accepted, self._shown_cache()), choice.draft)
-                self._go_on_with(going)
-        if self.pilot is not None:
-            gains, seconds = [len(tokens) for tokens in accepted.tokens], time.perf_counter() - begun
-            self.pilot.learn(choice, Round(rows, context, tree.nodes, tree.shape.max_depth, gains, seconds))
-
-    def _choose(self, rows: int, context: int, depth: int) -> Choice:
-        if depth < 1:
-            return OFF
-        return Choice(0, self.nodes) if self.pilot is None else self.pilot.choose(rows, context, depth)
-
-    def _propose(self, choice: Choice, deepest: int) -> DraftTree:
-        if choice.draft is None:
-            return DraftTree.root_only(on_device(self.roots, self.target.device))
-        depth = deepest if choice.depth is None else min(choice.depth, deepest)
-        budget = Budget(choice.nodes, depth)
-        tree = replace(self.drafters.propose(choice.draft, budget, Sampling(), None), drawn=None)
-        tree.check_sizes(self.target.vocab_size)
-        if self.reads_once and tree.nodes <= min(depth + 1, budget.nodes or tree.nodes):
-            return tree  # its values are checked when they are read, with the target's answer
-        tree.fetch()
-        tree.check_values(self.roots, self.target.vocab_size)
-        if self.target.chain_only:
-            tree = tree.trunk()
-        tree = tree.limit_depth(depth)
-        return tree if budget.nodes is None else tree.limit_nodes(budget.nodes)
-
-    def _deepest(self) -> int:
-        if self.cache.record is not None and self.cache.record.overdue:
-            return 0
+    def _rooms(self) -> list[int]:
         rooms = [row.stopper.room(row.history.lengths[0]) for row in self.rows]
-        deepest = max(ROOM if room is None else room - 1 for room in rooms)
-        limit = self.target.drafting_limit
-        return deepest if limit is None else min(deepest, limit - 1 - max(self.cache.lengths))
+        return [ROOM + 1 if room is None else room for room in rooms]
 
-    def _read_once(self, tree: DraftTree, out: TargetOutput, roots: list[int]) -> list[list[int]] | None:
-        """On an accelerator, fetch and check the tree, and with it the target's token at every node.
-
-        Returns:
-            The tokens, `[B][N]`; None on CPUs, and where a row draws (once per committed token, so that its seed means
-            the same with any tree) or reads its own past: those pick as the walk goes.
-        """
-        if not self.reads_once:
+    def _known_picks(self, tree: DraftTree, logits: Tensor) -> Tensor | None:
+        """None where a row reads its own past, or draws: once per committed token, so that its seed fits any tree."""
+        if any(row.request.do_sample or row.processors.read_the_past for row in self.rows):
             return None
-        found = []
-        if not any(row.request.do_sample or row.processors.read_the_past for row in self.rows):
-            picked = [
-                picked_everywhere(out.logits[b : b + 1], row.history, row.processors, None)
-                for b, row in enumerate(self.rows)
-            ]
-            found = [torch.cat(picked).to(tree.tokens.device)]
-        picks = tree.fetch(found)
-        tree.check_values(roots, self.target.vocab_size)
-        return picks[0] if picks else None
+        return torch.cat(
+            [picked_everywhere(logits[b : b + 1], row.history, row.processors, None) for b, row in enumerate(self.rows)]
+        )
 
     def _accept(self, tree: DraftTree, out: TargetOutput, picks: list[list[int]] | None) -> Accepted:
         tokens = tree.token_lists
@@ -234,13 +148,6 @@ class Batch:
         return accept_chosen(tree, scores, pick, picks)
 
     def _emit(self, accepted: Accepted, out: TargetOutput, tree: DraftTree | None) -> list[int]:
-        """Commit tokens up to each row's stop; returns the rows that go on. Cuts `accepted.tokens` in place.
-
-        Args:
-            accepted: per row.
-            out: the target's pass.
-            tree: what was verified; None after the prompt.
-        """
         going, shape = [], None if tree is None else tree.shape.host
         for b, (row, path, tokens) in enumerate(zip(self.rows, accepted.paths, accepted.tokens, strict=True)):
             likely = [] if row.top is None else _likely(out.logits[b, path], tokens, row.top)
@@ -255,13 +162,6 @@ class Batch:
                 going.append(b)
         self.roots = [tokens[-1] for tokens in accepted.tokens]
         return going
-
-    def _go_on_with(self, going: Sequence[int]) -> None:
-        if going and len(going) < len(self.rows):
-            self.cache.select(going)
-            self.drafters.select(going)
-            self.roots = [self.roots[b] for b in going]
-        self.rows = [self.rows[b] for b in going]
 
     def drop(self, leaving: Sequence[Row]) -> None:
         """Go on without these rows."""

@@ -23,7 +23,7 @@ from selfspec import registry
 from selfspec.draft import Budget, Draft, Needs, Sampling
 from selfspec.errors import DraftTreeError
 from selfspec.heads import trees
-from selfspec.inference import engine
+from selfspec.inference import rounds as round_module
 from selfspec.inference.engine import Generation, decode
 from selfspec.inference.output import Output
 from selfspec.inference.plain import decode_plain
@@ -77,7 +77,7 @@ def rounds(target: Target, draft: Draft, asked: Request, count: int = 3) -> list
 
 @pytest.fixture
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (engine, trees):
+    for module in (round_module, trees):
         monkeypatch.setattr(module, "waits", lambda device: True)
 
 

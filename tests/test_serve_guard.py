@@ -17,7 +17,7 @@ from test_batching import WISHES, Ears, alone, row, trained
 
 from selfspec.draft import Verified
 from selfspec.heads.lookup import Lookup
-from selfspec.inference import batching
+from selfspec.inference import rounds
 from selfspec.inference.batching import Batch
 from selfspec.inference.choices import OFF, Choice
 from selfspec.inference.guard import setup
@@ -236,7 +236,7 @@ def test_the_choice_follows_the_number_of_rows(target: Target, monkeypatch: pyte
 def test_a_round_of_greedy_rows_waits_for_an_accelerator_once(
     target: Target, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batching, "waits", lambda device: True)
+    monkeypatch.setattr(rounds, "waits", lambda device: True)
     ears = [Ears() for _ in range(rows)]
     wishes = [{"max_new_tokens": 30}, {"max_new_tokens": 30, "suppress_tokens": [5, 6]}, {"max_new_tokens": 30}]
     batch = Batch(target, Lookup(), [row(target, n, wishes[n], ears[n]) for n in range(rows)], Stats())
@@ -253,7 +253,7 @@ def test_a_round_of_greedy_rows_waits_for_an_accelerator_once(
 def test_as_on_an_accelerator_all_kinds_of_rows_write_their_own_text(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batching, "waits", lambda device: True)
+    monkeypatch.setattr(rounds, "waits", lambda device: True)
     for ears, (number, wish) in zip(crowd(target, of_kind("medusa", target), None), enumerate(WISHES), strict=True):
         assert ears.tokens == alone(target, number, wish)
 
