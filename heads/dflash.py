@@ -27,7 +27,7 @@ from selfspec.heads.anchors import Anchors, choose_anchors
 from selfspec.heads.best_first import likeliest_tree
 from selfspec.heads.context_layers import ContextLayer
 from selfspec.heads.dflash_config import DFlashConfig, check, fill_from_target, layer_shape
-from selfspec.heads.layers import RMSNorm, StepStore
+from selfspec.heads.layers import RMSNorm, StepStore, draw_weights
 from selfspec.heads.losses import HeadScore, Teacher, denominator, learn, taught_places, teach
 from selfspec.heads.rotary import Rotary
 from selfspec.registry import register
@@ -90,13 +90,7 @@ class DFlash(DraftHead):
         Channels of tapped layers differ a hundredfold; `fc` undoes that, and the last norm restores the sizes that the
         target's output head is used to.
         """
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.ndim == 1:
-                nn.init.ones_(parameter)
-            elif not name.startswith("output."):
-                nn.init.normal_(parameter, std=0.02, generator=generator)
+        draw_weights(self, generator)
         tokens = torch.randint(self.target.vocab_size, _PROBE, generator=generator).to(self.target.device)
         read = self.target.features(tokens, None, self.needs)
         assert read.hidden is not None
@@ -170,7 +164,7 @@ class DFlash(DraftHead):
         self, state: BlockState, budget: Budget, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
         """The best tree under the budget from one pass over the block, or a drawn chain."""
-        guesses = (self.config.tree_nodes if budget.nodes is None else budget.nodes) - 1
+        guesses = budget.guesses(self.config.tree_nodes)
         depth = min(self._depths, budget.depth, guesses)
         if depth < 1:
             return DraftTree.root_only(state.root)

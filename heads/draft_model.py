@@ -222,7 +222,7 @@ class DraftModel:
         self, state: DraftModelState, budget: Budget, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
         """A tree of the likeliest tokens, or of draws."""
-        guesses = (self.config.nodes if budget.nodes is None else budget.nodes) - 1
+        guesses = budget.guesses(self.config.nodes)
         left = self._longest - 1 - max(state.cache.lengths)
         depth = min(self.config.depth, budget.depth, guesses, left + 1)
         if depth < 1 or state.logits is None:

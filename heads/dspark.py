@@ -131,7 +131,7 @@ class DSpark(DFlash):
         self, state: BlockState, budget: Budget, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
         """A tree, or a drawn chain, no deeper than the confidence head trusts the block."""
-        guesses = (self.config.tree_nodes if budget.nodes is None else budget.nodes) - 1
+        guesses = budget.guesses(self.config.tree_nodes)
         depth = min(self._depths, budget.depth, guesses)
         if depth < 1:
             return DraftTree.root_only(state.root)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from selfspec.draft import Needs, Verified
 from selfspec.heads.autoregressive import AutoregressiveConfig, AutoregressiveHead, fill_from_target, layer_shape
-from selfspec.heads.layers import DecoderLayer, RMSNorm
+from selfspec.heads.layers import DecoderLayer, RMSNorm, draw_weights
 from selfspec.heads.losses import feature_distance
 from selfspec.heads.rotary import Rotary
 from selfspec.registry import register
@@ -80,14 +80,7 @@ class Eagle(AutoregressiveHead):
         Normal weights of deviation 0.02; the feature passes through `fc` unchanged, and what the layers add to it is
         small. The norms undo and restore the sizes of the target's channels.
         """
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.ndim == 1:
-                nn.init.ones_(parameter)
-            elif not name.startswith("output."):
-                small = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, std=0.002 if small else 0.02, generator=generator)
+        draw_weights(self, generator, small=0.002)
         with torch.no_grad():
             self.fc.weight[:, self.config.hidden_size :].diagonal().add_(1)
             scale = self.target.hidden_scale(generator).to(self.fc.weight.device)

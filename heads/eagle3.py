@@ -24,7 +24,7 @@ from selfspec.draft import Needs, Verified
 from selfspec.errors import ConfigError
 from selfspec.head import DraftOutput
 from selfspec.heads.autoregressive import AutoregressiveConfig, AutoregressiveHead, fill_from_target, layer_shape
-from selfspec.heads.layers import Attention, DecoderLayer, GatedMLP, LayerShape, RMSNorm
+from selfspec.heads.layers import Attention, DecoderLayer, GatedMLP, LayerShape, RMSNorm, draw_weights
 from selfspec.heads.rotary import Rotary
 from selfspec.registry import register
 from selfspec.target import Target
@@ -122,14 +122,7 @@ class Eagle3(AutoregressiveHead):
         Normal weights of deviation 0.02; the highest layer's features pass through `fc` unchanged where the widths
         allow it, and what the layers add is small.
         """
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.ndim == 1:
-                nn.init.ones_(parameter)
-            elif not name.startswith(("output.", "embed_tokens.")):
-                small = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, std=0.002 if small else 0.02, generator=generator)
+        draw_weights(self, generator, small=0.002, keep=("output.", "embed_tokens."))
         if self.config.draft_hidden_size != self.config.hidden_size:
             assert self.embed_tokens is not None
             nn.init.normal_(self.embed_tokens.weight, std=0.02, generator=generator)

@@ -34,7 +34,7 @@ from selfspec.heads.autoregressive import (
     fill_from_target,
     layer_shape,
 )
-from selfspec.heads.layers import CrossAttention, DecoderLayer, GatedMLP, RMSNorm
+from selfspec.heads.layers import CrossAttention, DecoderLayer, GatedMLP, RMSNorm, draw_weights
 from selfspec.heads.losses import denominator, learn, taught_places, teach
 from selfspec.heads.rotary import Rotary
 from selfspec.heads.trees import TreePlanner
@@ -160,14 +160,7 @@ class Hydra(DraftHead):
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """At first every head repeats the target's own next token: MLPs add nothing, the prefix layer little."""
-        for name, parameter in self.named_parameters():
-            if name.startswith("heads.") or name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.ndim == 1:
-                nn.init.ones_(parameter)
-            elif not name.startswith("output."):
-                small = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, std=0.002 if small else 0.02, generator=generator)
+        draw_weights(self, generator, small=0.002, zero=("heads.",))
         with torch.no_grad():
             for head in self.heads:
                 head.get_parameter("res_connection.weight")[:, : self.config.hidden_size].diagonal().fill_(1)
@@ -307,13 +300,7 @@ class HydraCross(AutoregressiveHead):
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Normal weights of deviation 0.02, norms at one."""
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.ndim == 1:
-                nn.init.ones_(parameter)
-            elif not name.startswith("output."):
-                nn.init.normal_(parameter, std=0.02, generator=generator)
+        draw_weights(self, generator)
 
     def _features(self, verified: Verified) -> Tensor:
         assert verified.hidden is not None

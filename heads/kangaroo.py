@@ -156,7 +156,7 @@ class Kangaroo(DraftHead):
         self, state: KangarooState, budget: Budget, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
         """A trunk through layers 0..E - 1 and the adapter, with branches."""
-        guesses = (self.config.nodes if budget.nodes is None else budget.nodes) - 1
+        guesses = budget.guesses(self.config.nodes)
         levels = min(self.config.depth, budget.depth, guesses)
         if levels < 1:
             return DraftTree.root_only(state.root)

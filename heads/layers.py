@@ -48,6 +48,32 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
 
 
+def draw_weights(
+    module: nn.Module,
+    generator: torch.Generator | None,
+    small: float = 0.02,
+    zero: tuple[str, ...] = (),
+    keep: tuple[str, ...] = ("output.",),
+) -> None:
+    """Starting weights: matrices normal with deviation 0.02, biases 0, vectors of norms 1.
+
+    Args:
+        module: its parameters are set.
+        generator: of the normal numbers.
+        small: the deviation of what a decoder layer adds to its input.
+        zero: beginnings of names that start at 0.
+        keep: beginnings of names of matrices that are left alone.
+    """
+    for name, parameter in module.named_parameters():
+        if name.endswith("bias") or name.startswith(zero):
+            nn.init.zeros_(parameter)
+        elif parameter.ndim == 1:
+            nn.init.ones_(parameter)
+        elif not name.startswith(keep):
+            added = name.endswith(("o_proj.weight", "down_proj.weight"))
+            nn.init.normal_(parameter, std=small if added else 0.02, generator=generator)
+
+
 class KeyStore(Protocol):
     """Takes the keys and values of the places at hand, gives back those to attend to."""
 

@@ -227,7 +227,7 @@ class Lookup:
 
     def propose(self, state: LookupState, budget: Budget, sampling: Sampling, generator: Any) -> DraftTree:
         """A trie of what followed before; the root alone where nothing matches."""
-        guesses = (self.config.nodes if budget.nodes is None else budget.nodes) - 1
+        guesses = budget.guesses(self.config.nodes)
         return _batch([self._trie(history, guesses, budget.depth) for history in state.rows], state.device)
 
     def _trie(self, history: History, guesses: int, depth: int) -> _Trie:

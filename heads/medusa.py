@@ -135,7 +135,7 @@ class Medusa(DraftHead):
         return DraftTree(torch.cat([state.root.unsqueeze(1), guesses], 1), layout.shape)
 
     def _likeliest(self, state: MedusaState, budget: Budget) -> DraftTree:
-        guesses = (self.config.tree_nodes if budget.nodes is None else budget.nodes) - 1
+        guesses = budget.guesses(self.config.tree_nodes)
         depth = min(self.config.num_heads, budget.depth, guesses)
         if depth < 1:
             return DraftTree.root_only(state.root)

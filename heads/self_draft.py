@@ -215,7 +215,7 @@ class SelfDraft(ABC):
         self, state: SelfState, budget: Budget, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
         """A trunk with branches, or a tree of a beam."""
-        guesses = (self.config.nodes if budget.nodes is None else budget.nodes) - 1
+        guesses = budget.guesses(self.config.nodes)
         levels = min(self.config.depth, budget.depth, guesses)
         if levels < 1:
             state.drafted = [0] * len(state.drafted)

@@ -307,7 +307,7 @@ class TreePlanner:
     def start(self, root: Tensor, budget: Budget) -> GrownTree | StaticTree | None:
         """An empty tree for `[B]` roots; None where the budget leaves no room for a guess."""
         if self.choices is None:
-            guesses = (self.nodes if budget.nodes is None else budget.nodes) - 1
+            guesses = budget.guesses(self.nodes)
             levels = min(self.depth, budget.depth, guesses)
             return GrownTree(root.shape[0], self.top_k, guesses, levels, root.device) if levels > 0 else None
         guesses = len(self.choices) if budget.nodes is None else min(budget.nodes - 1, len(self.choices))

@@ -105,22 +105,27 @@ def patch(
     )
     unpatch(model)
     made.speculation.recorder = recording
-    try:
-        made.speculation.undo = change(made.speculation.draft)
-    except ConfigError:
-        made.speculation.target.release()
-        raise
-    if made.speculation.undo is not None:
-        warnings.warn(
-            f"selfspec: {made.speculation.draft.kind} has changed the target; its text is that of the model with the "
-            "adapter, not that of the base model, until unpatch takes it out",
-            UserWarning,
-            stacklevel=2,
-        )
+    _change_target(made.speculation)
     made.speculation.replaced = vars(model).get("generate")
     model.__dict__[_HANDLE] = made.speculation
     model.__dict__["generate"] = made
     return wrapper
+
+
+def _change_target(speculation: Speculation) -> None:
+    """Put the adapter of a method that changes the target into it, and say so; other drafts change nothing."""
+    try:
+        speculation.undo = change(speculation.draft)
+    except ConfigError:
+        speculation.target.release()
+        raise
+    if speculation.undo is not None:
+        warnings.warn(
+            f"selfspec: {speculation.draft.kind} has changed the target; its text is that of the model with the "
+            "adapter, not that of the base model, until unpatch takes it out",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def prepared(

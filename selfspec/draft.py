@@ -50,6 +50,10 @@ class Budget:
     nodes: int | None = None
     depth: int = 1 << 30
 
+    def guesses(self, usual: int) -> int:
+        """How many nodes may be guessed, where the draft's own tree would have `usual` nodes, the root included."""
+        return (usual if self.nodes is None else self.nodes) - 1
+
 
 @dataclass(frozen=True)
 class Sampling:

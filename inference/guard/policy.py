@@ -131,7 +131,8 @@ class Guard:
         self.ratios: dict[int | None, list[float]] = {}
 
     def cost(self, draft: int, choice: Choice, nodes: float, rows: int, context: int) -> float:
-        """Seconds of a round."""
+        """Seconds of a round. To an eighth of a node, or a running mean would be looked up anew in every round."""
+        nodes = round(8 * nodes) / 8
         key = (choice, nodes, rows, context // _CONTEXT_STEP)
         if key not in self._listed:
             self._listed[key] = self.table.round(self.drafts[draft][1], choice, nodes, rows, context)

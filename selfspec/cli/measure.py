@@ -70,10 +70,7 @@ def bench(
         results = _adversarial(target, draft or [], prompts, limit, dtype, device, threads, max_new_tokens, seed)
         return opt.write_results(json, results)
     from selfspec.inference.bench import BenchSettings
-    from selfspec.inference.bench.page import plot_page
-    from selfspec.inference.bench.plots import plot_speed
     from selfspec.inference.bench.suite import Conditions
-    from selfspec.inference.bench.tables import batches_table, results_table
 
     if (target is None) == (gpu_shape is None):
         raise typer.BadParameter("give either --target or --gpu-shape")
@@ -88,6 +85,15 @@ def bench(
         assert target is not None
         chosen = opt.bench_prompts(prompts, task, limit, seed)
         results = _measure_suite(target, draft or [], chosen, dtype, device, threads, settings, conditions)
+    _show(results, plot, page)
+    opt.write_results(json, results)
+
+
+def _show(results: dict[str, Any], plot: str | None, page: str | None) -> None:
+    from selfspec.inference.bench.page import plot_page
+    from selfspec.inference.bench.plots import plot_speed
+    from selfspec.inference.bench.tables import batches_table, results_table
+
     for condition in results["conditions"]:
         (results_table if condition["batch"] == 1 else batches_table)(condition)
     if "target" in results:  # some condition has one row at a time
@@ -95,7 +101,6 @@ def bench(
             plot_speed(results, plot)
         if page is not None:
             plot_page(results, page)
-    opt.write_results(json, results)
 
 
 def evaluate(
