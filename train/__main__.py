@@ -6,6 +6,7 @@ import logging
 import sys
 
 from selfspec.errors import SelfspecError
+from selfspec.train.distributed import disconnect
 from selfspec.train.recipe import load_recipe
 from selfspec.train.run import Interrupted, train
 
@@ -18,6 +19,7 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         print(train(load_recipe(arguments[0], arguments[1:])))
+        disconnect()
     except Interrupted as stopped:
         print(stopped, file=sys.stderr)
         return 130

@@ -72,6 +72,17 @@ def connect(device: str, strategy: str = "auto") -> Processes:
     return Processes(state, chosen)
 
 
+def disconnect() -> None:
+    """Leave the other processes, once all have come here; the last thing a process does after its work went well.
+
+    A process that simply ends closes its connections while threads of the others still listen on them, and those
+    processes may be aborted at their own end.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
 def launched_world() -> int:
     """How many processes the launcher says there are, 1 without a launcher.
 

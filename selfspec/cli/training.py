@@ -94,6 +94,7 @@ def train(
 ) -> None:
     """Train draft heads. The same command goes on with a run that was interrupted."""
     opt.check_files(json)
+    from selfspec.train.distributed import disconnect
     from selfspec.train.recipe import load_recipe
     from selfspec.train.run import Interrupted
     from selfspec.train.run import train as run
@@ -111,6 +112,7 @@ def train(
         return
     try:
         folder = run(loaded)
+        disconnect()
     except Interrupted as stopped:
         typer.echo(str(stopped), err=True)
         raise typer.Exit(130) from stopped
