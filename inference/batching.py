@@ -11,15 +11,14 @@ Letters: B rows, N tree nodes, P prompt tokens, V vocabulary, K rows asked for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from selfspec import hf
 from selfspec.accept import Accepted, accept_chosen
-from selfspec.draft import Budget, Draft, DraftState, Needs, Sampling, Verified
+from selfspec.draft import Budget, Draft, Sampling
 from selfspec.errors import UnsupportedGeneration
 from selfspec.inference.choices import Pilot
 from selfspec.inference.drafting import Drafters
@@ -30,45 +29,6 @@ from selfspec.scoring import picked_everywhere
 from selfspec.stats import Stats
 from selfspec.target import Target, TargetOutput
 from selfspec.tree import DraftTree
-
-
-class Plain:
-    """No guesses: plain decoding in the same batches."""
-
-    kind = "none"
-    needs = Needs()
-
-    def begin(self, verified: Verified) -> Roots:
-        """Remember the newest tokens."""
-        return Roots(verified.root)
-
-    def observe(self, state: Roots, verified: Verified) -> Roots:
-        """Remember the newest tokens."""
-        return Roots(verified.root)
-
-    def propose(self, state: Roots, budget: Budget, sampling: Sampling, generator: Any) -> DraftTree:
-        """The root alone."""
-        return DraftTree.root_only(state.root)
-
-
-@dataclass(frozen=True, eq=False)
-class Roots(DraftState):
-    """The newest token of each row `[B]`."""
-
-    root: Tensor
-
-    def select(self, rows: Tensor) -> Roots:
-        """The state of some rows."""
-        return Roots(self.root[rows])
-
-    @property
-    def joins(self) -> bool:
-        """See `DraftState.joins`."""
-        return True
-
-    def join(self, other: Roots) -> Roots:
-        """See `DraftState.join`."""
-        return Roots(torch.cat([self.root, other.root]))
 
 
 class Batch(Rounds):
@@ -116,6 +76,9 @@ class Batch(Rounds):
     def _rooms(self) -> list[int]:
         rooms = [row.stopper.room(row.history.lengths[0]) for row in self.rows]
         return [ROOM + 1 if room is None else room for room in rooms]
+
+    def _wants_likeliest(self) -> bool:
+        return not any(row.request.do_sample or row.request.processors or row.top is not None for row in self.rows)
 
     def _known_picks(self, tree: DraftTree, logits: Tensor) -> Tensor | None:
         """None where a row reads its own past, or draws: once per committed token, so that its seed fits any tree."""

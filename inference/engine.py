@@ -89,6 +89,9 @@ class Generation(Rounds):
         rooms = [self.stopper.room(length) for length in self.history.lengths]
         return [_NO_LIMIT + 1 if room is None else room for room in rooms]
 
+    def _wants_likeliest(self) -> bool:
+        return self.request.wants_likeliest
+
     def _known_picks(self, tree: DraftTree, logits: Tensor) -> Tensor | None:
         request = self.request
         if not picked_at_once(tree, request.do_sample, request.accept):
@@ -99,9 +102,9 @@ class Generation(Rounds):
 
     def _accept(self, tree: DraftTree, out: TargetOutput, picks: list[list[int]] | None) -> Accepted:
         request = self.request
-        scores = TreeScores(out.logits, tree.token_lists, self.history, self.processors, request.keep_scores)
+        scores = TreeScores(out, tree.token_lists, self.history, self.processors, request.keep_scores)
         accepted = accept(tree, scores, request.do_sample, self.chance, request.accept, picks)
-        self.output.remember(self.rows, accepted, out.logits, scores)
+        self.output.remember(self.rows, accepted, scores)
         return accepted
 
     def _emit(self, accepted: Accepted, out: TargetOutput, tree: DraftTree | None) -> list[int]:

@@ -29,12 +29,12 @@ class Output:
         self._streamed = 0
         self._open = request.streamer is not None
 
-    def remember(self, rows: list[int], accepted: Accepted, logits: Tensor, scores: TreeScores) -> None:
+    def remember(self, rows: list[int], accepted: Accepted, scores: TreeScores) -> None:
         """Record scores and logits at every node of the accepted paths, if they were asked for."""
         for row, path in enumerate(accepted.paths):
             for place in range(len(path)):
                 if self.request.keep_logits:
-                    self._logits[rows[row]].append(logits[row, path[place]].to(torch.float32, copy=True))
+                    self._logits[rows[row]].append(scores.logits[row, path[place]].to(torch.float32, copy=True))
                 if scores.kept is not None:
                     self._scores[rows[row]].append(scores.kept[row, path[place]].clone())
 

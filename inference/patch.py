@@ -48,6 +48,7 @@ def patch(
     revision: str | None = None,
     token: str | None = None,
     check_base: bool = True,
+    light: bool = True,
     self_check: bool | None = None,
     record: str | Path | None = None,
     allow_target_change: bool = False,
@@ -72,6 +73,8 @@ def patch(
         revision: Hub revision of the heads.
         token: Hub token.
         check_base: compare the heads' fingerprint of their base model with this one.
+        light: let heads that are loaded here draft in 8 bits a weight on CPUs, where reading weights is what drafting
+            costs. The text is as exact as ever, since the target judges every guess.
         self_check: compare logits of guesses with those of plain passes first; None does so for model families that
             this package's own tests do not cover, and for quantised and offloaded models and those with adapters.
             False takes any model, even one whose rounding depends on the width of a pass.
@@ -100,6 +103,7 @@ def patch(
         revision=revision,
         token=token,
         check_base=check_base,
+        light=light,
         self_check=self_check,
         allow_target_change=allow_target_change,
     )
@@ -139,6 +143,7 @@ def prepared(
     revision: str | None = None,
     token: str | None = None,
     check_base: bool = True,
+    light: bool = True,
     self_check: bool | None = None,
     allow_target_change: bool = False,
 ) -> PreparedGenerate:
@@ -152,7 +157,7 @@ def prepared(
     model = unwrapped(model)
     target = checked_target(model, self_check)
     try:
-        found, known = _drafts(draft, target, revision, token, check_base, combine)
+        found, known = _drafts(draft, target, revision, token, check_base, light, combine)
         refuse_change(found, allow_target_change)
         guarding = Guarding(target, found, nodes, known) if guarded else None
         speculation = Speculation(target, found, nodes, rule, guarding)
@@ -163,16 +168,22 @@ def prepared(
 
 
 def _drafts(
-    draft: DraftLike, target: Target, revision: str | None, token: str | None, check_base: bool, combine: str
+    draft: DraftLike,
+    target: Target,
+    revision: str | None,
+    token: str | None,
+    check_base: bool,
+    light: bool,
+    combine: str,
 ) -> tuple[Draft | Pick, list[list[float]]]:
     """The draft, or those to pick from, and what is known of the acceptance of each."""
     if combine not in ("compose", "pick"):
         raise ConfigError(f"combine={combine!r} is not known; give 'compose' or 'pick'")
     listed = isinstance(draft, (list, tuple))
     if combine == "pick" and listed:
-        found = [resolve_draft(part, target, revision, token, check_base) for part in draft]  # type: ignore[union-attr]
+        found = [resolve_draft(part, target, revision, token, check_base, light) for part in draft]  # type: ignore[union-attr]
         return Pick(found), [known_chances(part, revision, token) for part in draft]  # type: ignore[union-attr]
-    return resolve_draft(draft, target, revision, token, check_base), [known_chances(draft, revision, token)]
+    return resolve_draft(draft, target, revision, token, check_base, light), [known_chances(draft, revision, token)]
 
 
 def unpatch(model: PreTrainedModel) -> PreTrainedModel:

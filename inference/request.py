@@ -60,6 +60,11 @@ class Request:
     keep_cache: bool = False
     chunk: int | None = None
 
+    @property
+    def wants_likeliest(self) -> bool:
+        """Whether nothing is asked of the target but its likeliest token at each node."""
+        return not (self.do_sample or self.accept.lossy or self.processors or self.keep_scores or self.keep_logits)
+
     def prompt(self) -> Prompt:
         """What is to be read, without padding.
 

@@ -54,6 +54,7 @@ class Rounds(ABC):
         self.target = target
         self.drafters = drafters
         self.rows = list(rows)
+        target.begin()
         self.cache: SlotCache = target.new_cache(len(self.rows), capacity)
         self.stats = stats
         self.nodes = nodes
@@ -68,6 +69,10 @@ class Rounds(ABC):
     @abstractmethod
     def _rooms(self) -> list[int]:
         """Per row how many more tokens it may get, or a large number without a limit."""
+
+    @abstractmethod
+    def _wants_likeliest(self) -> bool:
+        """Whether nothing is asked of the target but its likeliest token at each node."""
 
     @abstractmethod
     def _known_picks(self, tree: DraftTree, logits: Tensor) -> Tensor | None:
@@ -93,7 +98,7 @@ class Rounds(ABC):
                 prompt.tokens, prompt.counts, self.cache, needs, embeds=prompt.embeds, chunk=chunk
             )
             tree = DraftTree.root_only(on_device(self.roots, self.target.device))
-            accepted = self._accept(tree, out, self._read_once(tree, out.logits))
+            accepted = self._accept(tree, out, self._read_once(tree, out))
         first = [tokens[0] for tokens in accepted.tokens]
         going = self._emit(accepted, out, None)
         if going:
@@ -115,7 +120,7 @@ class Rounds(ABC):
         with self.stats.timed("verify"):
             safe = tree.within(self.target.vocab_size) if self.reads_once else tree
             out = self.target.verify(safe, self.cache, self.drafters.needs)
-            picks = self._read_once(tree, out.logits)  # here, since on an accelerator it is what ends the pass
+            picks = self._read_once(tree, out)  # here, since on an accelerator it is what ends the pass
         with self.stats.timed("accept"):
             accepted = self._accept(tree, out, picks)
         with self.stats.timed("emit"):
@@ -160,16 +165,19 @@ class Rounds(ABC):
         limit = self.target.drafting_limit
         return deepest if limit is None else min(deepest, limit - 1 - max(self.cache.lengths))
 
-    def _read_once(self, tree: DraftTree, logits: Tensor) -> list[list[int]] | None:
-        """On an accelerator, fetch and check the tree, and with it the target's token at every node.
+    def _read_once(self, tree: DraftTree, out: TargetOutput) -> list[list[int]] | None:
+        """The target's token at every node, `[B][N]`, where it is known without a walk; else the logits are made.
 
-        Returns:
-            The tokens, `[B][N]`; None where they are not known yet, and on CPUs, where reading what the walk reaches is
-            cheaper.
+        On an accelerator this fetches and checks the tree as well. On CPUs reading what the walk reaches is cheaper,
+        but for a head that finds the likeliest tokens without all logits.
         """
+        likeliest = out.likeliest() if self._wants_likeliest() else None
         if not self.reads_once:
+            if likeliest is not None:
+                return list(likeliest.tolist())
+            _ = out.logits  # made now, so that their time counts to the pass
             return None
-        known = self._known_picks(tree, logits)
+        known = self._known_picks(tree, out.logits)
         picks = tree.fetch([] if known is None else [known.to(tree.tokens.device)])
         tree.check_values(self.roots, self.target.vocab_size)
         return picks[0] if picks else None

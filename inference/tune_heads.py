@@ -158,14 +158,15 @@ def costs(
         contexts: lengths; those that leave no room in the model are left out.
         seconds: per batch size and length.
     """
-    table = read_table(circumstances(target))
+    whole = not target.screens
+    table = read_table(circumstances(target, whole))
     longest = target.max_positions
     for context in contexts:
         if longest is not None and context > max(longest // 2, min(contexts)):
             continue
         start = (list(text) * (context // len(text) + 1))[:context]
         for batch in rows:
-            table.add(measure(target, [draft], start, batch, seconds))
+            table.add(measure(target, [draft], start, batch, seconds, whole=whole))
     write_table(table)
     return table
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from selfspec.draft import Budget, DraftState, Needs, Sampling, Verified
 from selfspec.errors import CheckpointError, ConfigError
+from selfspec.light import LightProduct, is_light, lighten_layers, packs
 from selfspec.output_head import FewRowsHead
 from selfspec.target import Target
 from selfspec.tree import DraftTree
@@ -145,6 +146,12 @@ class DraftOutput(nn.Module):
             start = weight.new_zeros(weight.shape[0]) if bias is None else bias
             self.own_bias = nn.Parameter(start.expand(stacks, 1, -1).clone() if stacks else start.clone())
         self._few_rows: FewRowsHead | None = None
+        self._light: list[LightProduct] = []
+
+    def lighten(self) -> None:
+        """Compute logits for drafting in 8 bits a weight, see `selfspec.light`."""
+        if packs(self.rows):
+            self._light = [LightProduct() for _ in range(self.rows.shape[0] if self.rows.ndim == 3 else 1)]
 
     def set_vocab(self, ids: Tensor) -> None:
         """Choose the draft vocabulary (`[Q]` target ids) and take over the target's rows for it."""
@@ -176,17 +183,31 @@ class DraftOutput(nn.Module):
         Where every head has a weight of its own, `hidden` is `[stacks, P, D]`, or belongs to head number `stack`.
         """
         bias = self.teacher_bias if self.own_bias is None else self.own_bias
-        if self.rows.ndim == 3:
-            rows = self.rows if stack is None else self.rows[stack]
-            if bias is not None and bias.ndim == 3 and stack is not None:
-                bias = bias[stack]
-            raw = hidden @ rows.transpose(-1, -2)
-            return self.target.finish_logits(raw if bias is None else raw + bias)
-        if torch.is_grad_enabled() or hidden.ndim != 3 or not FewRowsHead.applies(self.rows):
-            return self.target.finish_logits(F.linear(hidden, self.rows, bias))
-        if self._few_rows is None or self._few_rows.weight is not self.rows:
-            self._few_rows = FewRowsHead(self.rows, bias)
-        return self.target.finish_logits(self._few_rows(hidden))
+        if self.rows.ndim == 2:
+            raw = self._one(hidden, self.rows, bias, 0)
+        elif stack is not None:
+            raw = self._one(hidden, self.rows[stack], _of_stack(bias, stack), stack)
+        elif self._light and is_light(hidden):
+            raw = torch.stack([self._one(h, self.rows[i], _of_stack(bias, i), i) for i, h in enumerate(hidden)])
+        else:
+            raw = hidden @ self.rows.transpose(-1, -2)
+            raw = raw if bias is None else raw + bias
+        return self.target.finish_logits(raw)
+
+    def _one(self, hidden: Tensor, rows: Tensor, bias: Tensor | None, stack: int) -> Tensor:
+        """`[..., D]`, `[Q, D]` and `[Q]` to `[..., Q]`."""
+        if self._light and is_light(hidden):
+            return self._light[stack](hidden, rows, bias)
+        if torch.is_grad_enabled() or hidden.ndim != 3 or rows is not self.rows or not FewRowsHead.applies(rows):
+            return F.linear(hidden, rows, bias)
+        if self._few_rows is None or self._few_rows.weight is not rows:
+            self._few_rows = FewRowsHead(rows, bias)
+        return self._few_rows(hidden)
+
+
+def _of_stack(bias: Tensor | None, stack: int) -> Tensor | None:
+    """The `[Q]` bias of one head, out of one for all or `[stacks, 1, Q]`."""
+    return bias if bias is None or bias.ndim == 1 else bias[stack, 0]
 
 
 class DraftHead(nn.Module, ABC):
@@ -214,7 +235,14 @@ class DraftHead(nn.Module, ABC):
             )
         self.config = config
         self.target = target
+        self.light = False
         self.output = DraftOutput(target, config.draft_vocab_size, config.own_output)
+
+    def lighten(self) -> None:
+        """Draft in 8 bits a weight from now on, on CPUs (see `selfspec.light`); what is trained and saved stays."""
+        self.light = True
+        lighten_layers(self, self.target.model)
+        self.output.lighten()
 
     @classmethod
     def from_target(cls, config: HeadConfig, target: Target, generator: torch.Generator | None = None) -> DraftHead:

@@ -1,8 +1,9 @@
-"""The target's output head for a few rows at a time, on CPUs where the usual matrix product is slow.
+"""The target's output head for a few rows at a time, on CPUs, where it takes most of a pass.
 
 Verifying n nodes multiplies n hidden states with the output head. In float32 BLAS libraries treat `hidden @ W.T` for a
 few rows very differently from `W @ hidden.T`, which is the same product (measured on an AMD EPYC without AVX-512,
-[262144, 640], two threads, 4 rows: 120 ms against 33 ms; one row: 45 ms). Which one is faster is measured once.
+[262144, 640], two threads, 4 rows: 120 ms against 33 ms; one row: 45 ms). Which one is faster is measured once. Where
+only the likeliest token is wanted, most of the product can be left out (see `selfspec.likeliest`).
 
 Letters: K rows, D hidden size, V vocabulary.
 """
@@ -15,6 +16,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from selfspec.likeliest import Likeliest
+from selfspec.screen import Screen
 
 _MOST_ROWS = 64
 _PROBE_ROWS = 4
@@ -46,33 +50,63 @@ class FewRowsHead:
     """Chooses between forms of the product for a given weight by timing them, for one row and for several.
 
     Args:
-        weight: `[V, D]` float32 on the CPU, by reference.
+        weight: `[V, D]` on the CPU, by reference.
         bias: `[V]` or None.
+        screened: whether `likeliest` may be asked.
 
     `trusted` says that the result was compared with the model's own logits.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, screened: bool = False) -> None:
         self.weight = weight
         self.bias = bias
         self.trusted = False
         self._one: Product | None = None
         self._few: Product | None = None
+        self._likeliest = Likeliest(weight, bias, self._rows) if screened else None
 
     @staticmethod
     def applies(weight: Tensor | None) -> bool:
-        """Whether there is a choice: float32 in main memory."""
-        return weight is not None and weight.device.type == "cpu" and weight.dtype == torch.float32
+        """Whether there is a choice: float32 in main memory, or a weight that can be screened."""
+        if weight is None or weight.device.type != "cpu":
+            return False
+        return weight.dtype == torch.float32 or Screen.applies(weight)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """`[B, N, D]` to raw logits `[B, N, V]`."""
-        rows = hidden.flatten(0, 1)
+        start = time.perf_counter()
+        logits = self._rows(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
+        if self._likeliest is not None:
+            self._likeliest.spent(time.perf_counter() - start)
+        return logits
+
+    def likeliest(self, hidden: Tensor) -> Tensor | None:
+        """`[B, N, D]` to the tokens `[B, N]` with the largest raw logits; None where the full product has to tell."""
+        found = None if self._likeliest is None else self._likeliest(hidden.flatten(0, 1))
+        return None if found is None else found.view(hidden.shape[:2])
+
+    @property
+    def screens(self) -> bool:
+        """Whether `likeliest` can come to answer."""
+        return self._likeliest is not None and not self._likeliest.useless
+
+    def begin(self) -> None:
+        """A text begins: look whether the weight has changed."""
+        if self._likeliest is not None:
+            self._likeliest.begin()
+
+    def prepare(self) -> None:
+        """Let `likeliest` answer from now on, wherever that is faster."""
+        if self._likeliest is not None:
+            self._likeliest.prepare()
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        """`[K, D]` to `[K, V]`."""
         product = self._product(rows.shape[0])(rows, self.weight)
-        product = product if self.bias is None else product + self.bias
-        return product.unflatten(0, hidden.shape[:2])
+        return product if self.bias is None else product + self.bias
 
     def _product(self, rows: int) -> Product:
-        if rows > _MOST_ROWS:
+        if rows > _MOST_ROWS or self.weight.dtype != torch.float32:
             return by_rows
         if rows == 1:
             self._one = self._one or self._best(1, (by_rows, by_columns, by_pairs))

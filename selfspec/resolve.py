@@ -25,6 +25,7 @@ def resolve_draft(
     revision: str | None = None,
     token: str | None = None,
     check_base: bool = True,
+    light: bool = True,
 ) -> Draft:
     """A draft for this target.
 
@@ -36,6 +37,7 @@ def resolve_draft(
         revision: Hub revision of the heads.
         token: Hub token.
         check_base: compare the heads' fingerprint of their base model with the target's.
+        light: let heads that are loaded here draft in 8 bits a weight where that is faster, see `selfspec.light`.
 
     Raises:
         CheckpointError: the heads are damaged or of another base model.
@@ -45,11 +47,16 @@ def resolve_draft(
         raise ConfigError(f"{draft.__name__} is a class, wanted a draft made from it")
     if isinstance(draft, (str, Path)):
         made = _by_name(str(draft), target)
-        return made or load_draft(draft, target, revision=revision, token=token, check_base=check_base)
+        if made is not None:
+            return made
+        loaded = load_draft(draft, target, revision=revision, token=token, check_base=check_base)
+        if light and isinstance(loaded, DraftHead):
+            loaded.lighten()
+        return loaded
     if isinstance(draft, Mapping):
         return _by_config(draft, target)
     if isinstance(draft, (list, tuple)):
-        parts = [resolve_draft(part, target, revision, token, check_base) for part in draft]
+        parts = [resolve_draft(part, target, revision, token, check_base, light) for part in draft]
         joined: Draft = registry.joining().of(parts)
         return _fitting(joined, target)
     if not isinstance(draft, Draft):

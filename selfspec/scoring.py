@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -227,23 +227,36 @@ def picked_everywhere(logits: Tensor, history: History, processors: Processors, 
     return picked.view(batch, nodes)
 
 
+class Scored(Protocol):
+    """What holds the target's logits `[B, N, V]`, or makes them when they are asked for."""
+
+    @property
+    def logits(self) -> Tensor:
+        """The logits."""
+
+
 class TreeScores:
     """The target's processed scores at nodes of one tree, made when the walk asks; see `accept.NodeScores`."""
 
     def __init__(
         self,
-        logits: Tensor,
+        out: Scored,
         tokens: list[list[int]],
         history: History,
         processors: Processors,
         keep: bool = False,
     ) -> None:
-        self.logits = logits
+        self.out = out
         self.tokens = tokens
         self.history = history
         self.processors = processors
         self.kept: dict[tuple[int, int], Tensor] | None = {} if keep else None
         """Scores `[V]` by row and node, of all that were asked for: a processor with state must be asked only once."""
+
+    @property
+    def logits(self) -> Tensor:
+        """The target's own, `[B, N, V]`."""
+        return self.out.logits
 
     def __call__(self, rows: list[int], paths: list[list[int]]) -> Tensor:
         """Scores `[K, V]` float32 at the last node of each path."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from selfspec.tree import Computed, DraftTree, TreeShape
 from selfspec.versions import check_version
 
 _PROBE = (8, 64)
+_NEAR = 1000
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,14 +36,40 @@ class TargetOutput:
     """What one pass of the target gave.
 
     Args:
-        logits: `[B, N, V]` in the model's dtype (`[B, 1, V]` after a prefill: the last token of each row).
+        scored: the logits, or what makes them when they are asked for.
         hidden: `[B, N, D]`, after the final norm; None unless needed.
         layers: `[B, N, D]` each, in the order asked for.
     """
 
-    logits: Tensor
+    scored: Tensor | Unscored
     hidden: Tensor | None = None
     layers: tuple[Tensor, ...] = ()
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """`[B, N, V]` in the model's dtype (`[B, 1, V]` after a prefill: the last token of each row)."""
+        return self.scored if isinstance(self.scored, Tensor) else self.scored.logits()
+
+    def likeliest(self) -> Tensor | None:
+        """`[B, N]` int64, argmax of the logits, where it is had without making them; else None."""
+        return None if isinstance(self.scored, Tensor) else self.scored.likeliest()
+
+
+@dataclass(frozen=True, eq=False)
+class Unscored:
+    """Last hidden states `[B, N, D]` before the output head, and the head."""
+
+    hidden: Tensor
+    head: FewRowsHead
+    finish: Callable[[Tensor], Tensor]
+
+    def logits(self) -> Tensor:
+        """`[B, N, V]`."""
+        return self.finish(self.head(self.hidden))
+
+    def likeliest(self) -> Tensor | None:
+        """See `TargetOutput.likeliest`."""
+        return self.head.likeliest(self.hidden)
 
 
 class Target(TargetParts):
@@ -82,6 +110,23 @@ class Target(TargetParts):
         hidden = self.features(tokens, None, Needs(hidden=True)).hidden
         assert hidden is not None
         return hidden[:, 1:].float().flatten(0, 1).pow(2).mean(0).sqrt()
+
+    def begin(self) -> None:
+        """A text begins: what was derived from weights that have changed since is made anew."""
+        if self._few_rows is not None:
+            self._few_rows.begin()
+
+    @property
+    def screens(self) -> bool:
+        """Whether the likeliest tokens may be had without all logits, see `TargetOutput.likeliest`."""
+        head = None if self.chain_only else self._head_for_few_rows()
+        return head is not None and head.screens
+
+    def screen(self) -> None:
+        """Do so from now on, where it is faster; otherwise it begins once a text is long enough to pay for it."""
+        head = None if self.chain_only else self._head_for_few_rows()
+        if head is not None:
+            head.prepare()
 
     def new_cache(self, batch: int, capacity: int) -> SlotCache:
         """An empty cache for `batch` rows with `capacity` slots allocated ahead."""
@@ -169,7 +214,7 @@ class Target(TargetParts):
         with self._taps.listen(needs) as tap, resume(computed), cache.drafting(written):
             hidden = self._last_hidden(tokens, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True)
         layers = tuple(tap.layers[k] for k in needs.layers)
-        return TargetOutput(self.finish_logits(head(hidden)), hidden if needs.hidden else None, layers)
+        return TargetOutput(Unscored(hidden, head, self.finish_logits), hidden if needs.hidden else None, layers)
 
     def _finish(self, tree: DraftTree, cache: SlotCache, needs: Needs) -> Computed | None:
         """What the draft has computed of the tree, for all nodes; None when it must be computed in full."""
@@ -214,6 +259,7 @@ class Target(TargetParts):
         hidden: Tensor = output.last_hidden_state
         return hidden
 
+    @torch.no_grad()
     def _head_for_few_rows(self) -> FewRowsHead | None:
         """A faster output head, where there is one and it gives the model's own logits."""
         weight = self.output_weight()
@@ -221,14 +267,15 @@ class Target(TargetParts):
             return None
         if self._few_rows is None or self._few_rows.weight is not weight:
             assert weight is not None
-            head = FewRowsHead(weight, getattr(self._output_head(), "bias", None))
+            head = FewRowsHead(weight, getattr(self._output_head(), "bias", None), screened=self.keeps_order)
             probe = torch.zeros(1, 1, dtype=torch.long)
             wanted = self.model(input_ids=probe, use_cache=False).logits
             hidden = self._last_hidden(probe, use_cache=False)
             if hidden.shape[-1] == weight.shape[-1]:  # some models have a layer between the two
                 found = self.finish_logits(head(hidden))
                 largest = float(wanted.abs().max())  # NaN in a broken model, whose own head is then asked
-                head.trusted = largest >= 0 and torch.allclose(found, wanted, rtol=1e-4, atol=1e-4 * largest)
+                near = _NEAR * torch.finfo(wanted.dtype).eps
+                head.trusted = largest >= 0 and torch.allclose(found, wanted, rtol=near, atol=near * largest)
             self._few_rows = head
         return self._few_rows if self._few_rows.trusted else None
 

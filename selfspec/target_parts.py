@@ -162,6 +162,13 @@ class TargetParts:
             raise UnsupportedModel(f"{_NO_ROWS} ({type(head).__name__} is no linear map)")
         return rows, bias if bool(bias.any()) else None
 
+    @property
+    def keeps_order(self) -> bool:
+        """Whether `finish_logits` leaves the largest value the largest, and alone with it (a soft cap may not)."""
+        scale = getattr(self.config, "logit_scale", None) or 1
+        divisor = getattr(self.config, "logits_scaling", None) or 1
+        return scale > 0 and divisor > 0 and not getattr(self.config, "final_logit_softcapping", None)
+
     def finish_logits(self, raw: Tensor) -> Tensor:
         """What the model does between its output head and its logits (scale, soft cap), any shape."""
         scale = getattr(self.config, "logit_scale", None)

@@ -36,6 +36,7 @@ from selfspec.accept import AcceptRule, accept
 from selfspec.draft import Sampling
 from selfspec.errors import ConfigError, DraftTreeError
 from selfspec.scoring import History, Processors, TreeScores, sampling_of
+from selfspec.target import TargetOutput
 from selfspec.tree import DraftTree, Drawn, TreeShape
 
 TOLERANCE = 1e-6
@@ -221,7 +222,7 @@ def committed(table: Any, spec: Spec, mark: Marker = lambda tree: tree, rule: Ac
         tree, paths = draft(table, spec, chance)
         logits = torch.stack([table.logits(path) for path in paths]).unsqueeze(0)
         history = History(torch.zeros(1, 1, dtype=torch.long), 8)
-        scores = TreeScores(logits, tree.tokens.tolist(), history, Processors(table.processors))
+        scores = TreeScores(TargetOutput(logits), tree.tokens.tolist(), history, Processors(table.processors))
         return tuple(accept(mark(tree), scores, True, chance, rule).tokens[0])
 
     found: Joint = {}
@@ -631,7 +632,7 @@ def _greedy(table: Table, chance: Branching) -> tuple[list[int], DraftTree, list
     tree, paths = draft(table, Spec({(): "dd", (0,): "d"}), chance)
     logits = torch.stack([table.logits(path) for path in paths]).unsqueeze(0)
     history = History(torch.zeros(1, 1, dtype=torch.long), 8)
-    scores = TreeScores(logits, tree.tokens.tolist(), history, Processors(PLAIN))
+    scores = TreeScores(TargetOutput(logits), tree.tokens.tolist(), history, Processors(PLAIN))
     found = accept(tree, scores, False, Branching([]))
     return found.paths[0], tree, found.tokens[0]
 
@@ -639,7 +640,9 @@ def _greedy(table: Table, chance: Branching) -> tuple[list[int], DraftTree, list
 def test_a_token_that_its_own_q_excludes_is_refused_as_malformed() -> None:
     drawn = Drawn(torch.tensor([[[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]]))
     tree = DraftTree(torch.tensor([[0, 2]]), TreeShape.chain(1), drawn)
-    scores = TreeScores(torch.zeros(1, 2, 3), [[0, 2]], History(torch.zeros(1, 1).long(), 4), Processors(PLAIN))
+    scores = TreeScores(
+        TargetOutput(torch.zeros(1, 2, 3)), [[0, 2]], History(torch.zeros(1, 1).long(), 4), Processors(PLAIN)
+    )
     with pytest.raises(DraftTreeError, match="node 1"):
         accept(tree, scores, True, Branching([]))
 
@@ -647,7 +650,9 @@ def test_a_token_that_its_own_q_excludes_is_refused_as_malformed() -> None:
 @pytest.mark.parametrize("q", [[float("nan")] * 3, [2.0, 1.0, 1.0], [0.1, 0.1, 0.1]], ids=["nan", "above 1", "below 1"])
 def test_a_q_that_is_no_distribution_is_refused(q: list[float]) -> None:
     tree = DraftTree(torch.tensor([[0, 2]]), TreeShape.chain(1), Drawn(torch.tensor([[q, q]])))
-    scores = TreeScores(torch.zeros(1, 2, 3), [[0, 2]], History(torch.zeros(1, 1).long(), 4), Processors(PLAIN))
+    scores = TreeScores(
+        TargetOutput(torch.zeros(1, 2, 3)), [[0, 2]], History(torch.zeros(1, 1).long(), 4), Processors(PLAIN)
+    )
     with pytest.raises(DraftTreeError, match="sum"):
         accept(tree, scores, True, Branching([]))
 
@@ -656,7 +661,9 @@ def test_rows_that_are_not_real_never_take_part() -> None:
     real = torch.tensor([[True, False], [True, True]])
     tree = DraftTree(torch.tensor([[0, 1], [0, 1]]), TreeShape(torch.tensor([[-1, 0]]), real))
     logits = torch.tensor([0.0, 5.0, 0.0]).expand(2, 2, 3)
-    scores = TreeScores(logits, tree.tokens.tolist(), History(torch.zeros(2, 1).long(), 4), Processors(PLAIN))
+    scores = TreeScores(
+        TargetOutput(logits), tree.tokens.tolist(), History(torch.zeros(2, 1).long(), 4), Processors(PLAIN)
+    )
     found = accept(tree, scores, False, Branching([]))
     assert found.paths == [[0], [0, 1]]
     assert found.tokens == [[1], [1, 1]]

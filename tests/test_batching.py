@@ -14,9 +14,10 @@ from oracle import plain
 from selfspec import registry
 from selfspec.errors import UnsupportedGeneration
 from selfspec.heads.lookup import Lookup
-from selfspec.inference.batching import Batch, Plain, longest_text
+from selfspec.inference.batching import Batch, longest_text
 from selfspec.inference.rows import News, Row
 from selfspec.inference.runs import prepare
+from selfspec.inference.undrafted import Undrafted
 from selfspec.resolve import resolve_draft
 from selfspec.stats import Stats
 from selfspec.target import Target
@@ -84,7 +85,7 @@ DRAFTS = ["none", "lookup", "medusa", "eagle"]
 
 def draft(kind: str, target: Target) -> Any:
     if kind == "none":
-        return Plain()
+        return Undrafted()
     return Lookup() if kind == "lookup" else trained(kind, target)
 
 

@@ -144,7 +144,7 @@ def test_a_target_with_state_is_measured_and_guarded_and_writes_its_own_text(kin
         model.speculation.guarding.seconds = 0.0
         for _ in range(2):
             assert torch.equal(model.generate(prompt, max_new_tokens=40, do_sample=False), wanted)
-        table = model.speculation.guarding._table
+        table = model.speculation.guarding._tables[True]
         assert sorted(table.groups[0].target) == list(measure.SIZES) and len(table.groups) == 1
         assert model.speculation.report()["guard"]["rounds"] > 0
 
@@ -217,7 +217,7 @@ def test_a_compiled_target_is_measured_at_two_sizes_once_they_are_compiled(
         selfspec.patch(model, "lookup", guard=True)
         model.speculation.guarding.seconds = 0.0
         assert torch.equal(model.generate(prompt, max_new_tokens=24, do_sample=False), wanted)
-        table = model.speculation.guarding._table
+        table = model.speculation.guarding._tables[True]
         assert table.circumstances["compiled"] and sorted(table.groups[0].target) == [1, 8]
         settled = next(made for turn, made in seen if turn == 3)
         assert 0 < seen[-1][1] <= settled <= 8, "nothing is compiled in a turn that counts"

@@ -111,7 +111,7 @@ def test_tuned_heads_carry_statistics_a_profile_and_a_static_tree_if_theirs_is_o
         assert torch.equal(model.generate(ids, max_new_tokens=20), plain(model, ids, max_new_tokens=20))
 
 
-def _quick(target: Any, drafts: Any, text: Any, rows: int, seconds: float) -> Any:
+def _quick(target: Any, drafts: Any, text: Any, rows: int, seconds: float, whole: bool) -> Any:
     from selfspec.inference.guard.measure import measure
 
     return measure(target, drafts, text, rows, 0.0, (1, 2, 4), ((None, None), (2, None)))

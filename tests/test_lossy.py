@@ -13,6 +13,7 @@ from test_accept import Branching
 from selfspec.accept import AcceptRule, accept
 from selfspec.errors import ConfigError
 from selfspec.scoring import History, Processors, TreeScores
+from selfspec.target import TargetOutput
 from selfspec.tree import DraftTree, TreeShape
 
 torch.set_num_threads(1)
@@ -23,7 +24,7 @@ LOGITS = torch.tensor([0.0, 5.0, 4.0, 3.0, 2.0, 1.0])
 def judged(tokens: list[int], parents: list[int], rule: AcceptRule, do_sample: bool = False) -> tuple[Any, Any]:
     tree = DraftTree(torch.tensor([tokens]), TreeShape(torch.tensor([parents])))
     logits = LOGITS.expand(1, tree.nodes, 6)
-    scores = TreeScores(logits, tree.token_lists, History(torch.zeros(1, 1).long(), 8), Processors([]))
+    scores = TreeScores(TargetOutput(logits), tree.token_lists, History(torch.zeros(1, 1).long(), 8), Processors([]))
     found = accept(tree, scores, do_sample, Branching([]), rule)
     return found.paths[0], found.tokens[0]
 

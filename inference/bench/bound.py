@@ -25,7 +25,9 @@ _REPEATS = 5
 
 
 @torch.no_grad()
-def cost_curve(target: Target, context: int, sizes: Sequence[int] = SIZES, repeats: int = _REPEATS) -> dict[int, float]:
+def cost_curve(
+    target: Target, context: int, sizes: Sequence[int] = SIZES, repeats: int = _REPEATS, whole: bool = True
+) -> dict[int, float]:
     """Median seconds of one pass over a chain of so many nodes, by nodes; sizes take turns.
 
     Args:
@@ -33,6 +35,7 @@ def cost_curve(target: Target, context: int, sizes: Sequence[int] = SIZES, repea
         context: tokens in the cache.
         sizes: nodes per pass.
         repeats: passes of each size, after one that counts nowhere.
+        whole: make all logits; else the likeliest tokens alone where they can be had without.
     """
     limit = target.max_positions
     context = max(1, context if limit is None else min(context, limit - max(sizes) - 1))
@@ -45,7 +48,8 @@ def cost_curve(target: Target, context: int, sizes: Sequence[int] = SIZES, repea
         for size in sizes:
             tree = DraftTree(text[:, context : context + size], TreeShape.chain(size - 1, target.device))
             start = now(target)
-            target.verify(tree, cache, Needs())
+            out = target.verify(tree, cache, Needs())
+            _ = out.logits if whole or out.likeliest() is None else None
             if turn:
                 found[size].append(now(target) - start)
     return {size: median(times) for size, times in found.items()}

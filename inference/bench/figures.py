@@ -25,7 +25,9 @@ TRANSFORMERS = "transformers"
 TRANSFORMERS_NGRAM = "transformers-prompt-lookup"
 ASSISTED = "transformers-assisted"
 EARLY_EXIT = "transformers-early-exit"
-BASELINES = (PLAIN, TRANSFORMERS, TRANSFORMERS_NGRAM, ASSISTED, EARLY_EXIT)
+UNDRAFTED = "no-draft"
+"""This package's rounds without a draft: plain decoding that makes no logits it does not need."""
+BASELINES = (PLAIN, UNDRAFTED, TRANSFORMERS, TRANSFORMERS_NGRAM, ASSISTED, EARLY_EXIT)
 _RESAMPLES = 2000
 
 
@@ -180,7 +182,8 @@ def engine_share(stages: dict[str, float], seconds: float) -> float | None:
 
 
 def recommended(results: dict[str, Any]) -> str:
-    """The draft with the highest median speed-up; `plain` when none beats plain decoding."""
-    drafts = [run for run in results["runs"] if run["name"] not in BASELINES]
-    paying = [run for run in drafts if run["speedup"] is not None and run["speedup"] > 1]
+    """The draft with the highest median speed-up; `plain` when none beats decoding without a draft."""
+    speedups = {run["name"]: run["speedup"] for run in results["runs"] if run["speedup"] is not None}
+    least = max(1.0, speedups.get(UNDRAFTED, 0.0))
+    paying = [run for run in results["runs"] if run["name"] not in BASELINES and speedups.get(run["name"], 0) > least]
     return str(max(paying, key=lambda run: run["speedup"])["name"]) if paying else PLAIN

@@ -33,13 +33,13 @@ def guardings(
     return {name: Guarding(target, draft, nodes(name), [known.get(name, ())]) for name, draft in drafts.items()}
 
 
-def measured_now(guarding: Guarding, text: Sequence[int], rows: set[int]) -> None:
-    """Measure costs that are not known yet, so that no timed call does.
+def measured_now(guarding: Guarding, text: Sequence[int], rows: set[int], sampled: bool) -> None:
+    """Measure costs of greedy or of sampled text that are not known yet, so that no timed call does.
 
     Raises:
         ConfigError: they cannot be measured; the guard's log says why.
     """
-    if not guarding.prepare(text, rows):
+    if not guarding.prepare(text, rows, sampled or None):
         raise ConfigError("costs cannot be measured here, so there is no guarded run; leave --guard and --both out")
 
 

@@ -36,6 +36,7 @@ from selfspec.inference.bench.figures import (
     PLAIN,
     TRANSFORMERS,
     TRANSFORMERS_NGRAM,
+    UNDRAFTED,
     Run,
     by_task,
     summaries,
@@ -50,6 +51,7 @@ from selfspec.inference.runs import (
     run_plain,
     run_transformers,
 )
+from selfspec.inference.undrafted import Undrafted
 from selfspec.inference.verdict import Difference, compare
 from selfspec.provenance import device_name
 from selfspec.resolve import resolve_draft
@@ -129,6 +131,7 @@ def bench(
         tasks: of each prompt, where prompts are of several kinds.
     """
     check_prompts(target, prompts, settings)
+    target.screen()
     runs = _runs(target, drafts, settings, prompts[0])
     for run in runs:
         run.runner(_job(target, prompts[0], settings, 0, min(settings.warmup_tokens, settings.max_new_tokens)))
@@ -147,7 +150,8 @@ def bench(
                 run.differences.append(_difference(job, runs[0].samples[-1], run.samples[-1]))
     found = _circumstances(target, prompts, settings)
     context = sorted(map(len, prompts))[len(prompts) // 2] + settings.max_new_tokens // 2
-    curve = cost_curve(target, context) if settings.bound and not any(target.states) else None
+    whole = settings.temperature > 0
+    curve = cost_curve(target, context, whole=whole) if settings.bound and not any(target.states) else None
     found["cost_curve"] = None if curve is None else {str(size): cost for size, cost in curve.items()}
     found["runs"] = summaries(runs, settings.temperature == 0, settings.seed, curve)
     for run in found["runs"]:
@@ -204,6 +208,8 @@ def _runs(
 ) -> list[Run]:
     """All runs; with a text, costs that a guard needs are measured on it now, before anything is timed."""
     runs = [Run(PLAIN, run_plain)]
+    if target.screens and settings.temperature == 0:
+        runs.append(Run(UNDRAFTED, draft_runner(Undrafted(), None)))
     if settings.baselines:
         runs += [
             Run(TRANSFORMERS, run_transformers),
@@ -222,7 +228,7 @@ def _runs(
             runs.append(Run(name, draft_runner(draft, settings.nodes_of(name))))
         if name in steered:
             if text is not None:
-                measured_now(steered[name], text, {1})
+                measured_now(steered[name], text, {1}, settings.temperature > 0)
             runs.append(Run(name + GUARDED, guarded_runner(draft, steered[name])))
     return runs
 

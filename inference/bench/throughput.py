@@ -81,9 +81,11 @@ def throughput(
         raise ConfigError(
             f"{len(prompts)} prompts do not fill a batch of {batch}; give more prompts or a smaller batch"
         )
+    target.screen()
     runs = _runners(target, drafts if raw else {}, arguments, nodes, seed)
     for name, guarding in (steered or {}).items():
-        measured_now(guarding, groups[0][0], {1, 1 << (batch - 1).bit_length()})
+        sampled = bool(arguments.get("do_sample"))
+        measured_now(guarding, groups[0][0], {1, 1 << (batch - 1).bit_length()}, sampled)
         runs[name + GUARDED] = _guarded(target, drafts[name], guarding)
     found: dict[str, list[_Decoded]] = {name: [] for name in runs}
     names = list(runs)

@@ -17,6 +17,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from selfspec.accept import AcceptRule, accept
 from selfspec.scoring import History, Processors, TreeScores
+from selfspec.target import TargetOutput
 from selfspec.tree import DraftTree, Drawn, TreeShape
 
 TOLERANCE = 1e-6
@@ -206,7 +207,7 @@ def _round(shape: Shape, rule: AcceptRule, tables: _Tables, chance: _Branching) 
     tree = DraftTree(torch.tensor([tokens]), TreeShape(torch.tensor([shape.parents])), drawn)
     logits = torch.stack([tables.logits(text) for text in texts]).unsqueeze(0)
     history = History(torch.zeros(1, 1, dtype=torch.long), 8)
-    scores = TreeScores(logits, tree.token_lists, history, tables.processors)
+    scores = TreeScores(TargetOutput(logits), tree.token_lists, history, tables.processors)
     return tuple(accept(tree, scores, True, chance, rule).tokens[0])
 
 

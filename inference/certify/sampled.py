@@ -24,7 +24,7 @@ from selfspec.inference.engine import decode
 from selfspec.inference.request import Request
 from selfspec.inference.runs import prepare
 from selfspec.scoring import History, Processors, TreeScores, sampling_of
-from selfspec.target import Target
+from selfspec.target import Target, TargetOutput
 from selfspec.tree import DraftTree
 from selfspec.walk import TorchChance
 
@@ -122,7 +122,7 @@ class Rounds:
             if len(self._passes) >= _KEPT_PASSES:
                 self._passes.clear()
             logits = self.target.verify(tree, self.cache, self.draft.needs).logits
-            self._passes[key] = _Kept(TreeScores(logits, tree.token_lists, self.history, self.processors))
+            self._passes[key] = _Kept(TreeScores(TargetOutput(logits), tree.token_lists, self.history, self.processors))
         return self._passes[key]
 
 

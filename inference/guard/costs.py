@@ -191,9 +191,15 @@ def smoothed(medians: Mapping[int, float], noise: Mapping[int, float]) -> dict[i
 # What a table belongs to
 
 
-def circumstances(target: Target) -> dict[str, Any]:
-    """The machine, the model and the software whose times these are."""
+def circumstances(target: Target, whole: bool = True) -> dict[str, Any]:
+    """The machine, the model and the software whose times these are.
+
+    Args:
+        target: the model.
+        whole: whether rounds make all logits; see `Request.wants_likeliest`.
+    """
     return {
+        "logits": "all" if whole else "likeliest",
         "machine": device_name(target.device),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -211,6 +217,7 @@ def draft_key(draft: Draft) -> str:
     config: Any = getattr(draft, "config", None)
     values = config.to_dict() if hasattr(config, "to_dict") else {}
     weights = [f"{p.dtype}{tuple(p.shape)}" for p in draft.parameters()] if isinstance(draft, torch.nn.Module) else []
+    weights += ["light"] if getattr(draft, "light", False) else []
     text = json.dumps([type(draft).__qualname__, values, weights], sort_keys=True, default=str)
     return f"{draft.kind}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 

@@ -114,6 +114,7 @@ def measure(
     sizes: Sequence[int] = SIZES,
     asked: Sequence[tuple[int | None, int | None]] = ASKED,
     settle: int = 0,
+    whole: bool = True,
 ) -> Group:
     """Measure one batch size at one context length.
 
@@ -126,6 +127,7 @@ def measure(
         sizes: nodes per tree.
         asked: what each draft is asked for, nodes and depth.
         settle: turns that are played before anything counts, the clock included (a compiler is at work).
+        whole: measure rounds that make all logits; else those that want no more than the likeliest tokens.
 
     Raises:
         ConfigError: the model is made for too short texts.
@@ -138,7 +140,11 @@ def measure(
         raise ConfigError(f"a text of {len(text)} tokens leaves no room to measure on; give a shorter one")
     ids = torch.tensor([list(text)] * rows, device=target.device)
     stopping = StoppingCriteriaList([MaxLengthCriteria(len(text) + room)])
-    request = Request(ids, None, LogitsProcessorList(), stopping, generator=torch.Generator(target.device))
+    generator = torch.Generator(target.device)
+    sampled = whole and target.screens  # elsewhere greedy rounds make all logits too
+    request = Request(ids, None, LogitsProcessorList(), stopping, do_sample=sampled, generator=generator)
+    if not whole:
+        target.screen()
     with torch.no_grad():
         generation = Generation(target, Pick([Free(target.vocab_size), *drafts]), request, Output(request), script)
         generation.prefill()

@@ -68,9 +68,9 @@ class Guarding:
 
     def _fresh(self) -> None:
         self._lock = threading.Lock()
-        self._table: CostTable | None = None
+        self._tables: dict[bool, CostTable] = {}
         self._memory: list[Experience] | None = None
-        self._ratios: dict[int | None, list[float]] = {}
+        self._ratios: dict[tuple[bool, int | None], list[float]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy (of the model, usually) learns for itself."""
@@ -86,34 +86,39 @@ class Guarding:
         What is not known of the machine yet is measured first.
         """
         rows = request.input_ids.shape[0]
-        if not self.prepare(_text(request, self.target), {1, 1 << (rows - 1).bit_length()}):
+        whole = not (request.wants_likeliest and self.target.screens)
+        if not self.prepare(_text(request, self.target), {1, 1 << (rows - 1).bit_length()}, whole):
             return None
-        return self.guard(request.do_sample)
+        return self.guard(request.do_sample, whole)
 
-    def prepare(self, text: Sequence[int], rows: Iterable[int]) -> bool:
+    def prepare(self, text: Sequence[int], rows: Iterable[int], whole: bool | None = None) -> bool:
         """Measure what is not known yet of the costs at these batch sizes; False where they cannot be measured.
 
         Args:
             text: tokens to measure on; what is beyond a quarter of the model's positions is left out.
             rows: batch sizes.
+            whole: of rounds that make all logits; None means those of greedy text without processors.
         """
-        about, keys = circumstances(self.target), self._keys()
+        whole = not self.target.screens if whole is None else whole
+        about, keys = circumstances(self.target, whole), self._keys()
         most = _MOST_TEXT if self.target.max_positions is None else max(self.target.max_positions // 4, 1)
         begin = list(text[: min(most, _MOST_TEXT)])
         with self._lock:
-            if self._table is None or self._table.circumstances != about:
-                self._table, self._memory, self._ratios = read_table(about), None, {}
+            table = self._tables.get(whole)
+            if table is not None and table.circumstances != about:
+                table, self._tables, self._memory, self._ratios = None, {}, None, {}
+            table = self._tables[whole] = table or read_table(about)
             for size in sorted(rows):
-                if self._table.covers(size, keys):
+                if table.covers(size, keys):
                     continue
                 _LOG.info("measuring what a round costs here (batch size %d); kept for later", size)
                 try:
                     what = self._scope(size)
-                    self._table.add(measure(self.target, self.parts, begin, size, self.seconds, **what))
+                    table.add(measure(self.target, self.parts, begin, size, self.seconds, whole=whole, **what))
                 except (ConfigError, torch.OutOfMemoryError) as error:
                     _LOG.warning("the guard is off, because costs cannot be measured: %s", error)
                     return False
-                write_table(self._table)
+                write_table(table)
         return True
 
     def _scope(self, rows: int) -> dict[str, Any]:
@@ -133,37 +138,40 @@ class Guarding:
     def _keys(self) -> list[str]:
         return [draft_key(draft) for draft in self.parts]
 
-    def guard(self, sampled: bool) -> Guard:
+    def guard(self, sampled: bool, whole: bool | None = None) -> Guard:
         """A guard for a text, or for several that do not depend on its choices; after `prepare` has said True.
 
         Args:
             sampled: the text depends on the choices, so these must not depend on the clock nor on earlier texts.
+            whole: as `prepare` was told.
         """
         keys = self._keys()
         with self._lock:
-            assert self._table is not None
+            whole = next(iter(self._tables)) if whole is None else whole
+            table = self._tables[whole]
             known = None if sampled else self._memory
             if known is None:
-                asked = [self._table.asked(key) for key in keys]
+                asked = [table.asked(key) for key in keys]
                 known = [Experience.of(i, a, self.known[i], self.nodes) for i, a in enumerate(asked)]
-            scale = [self._drift(i) for i in range(len(keys))]
+            scale = [self._drift(whole, i) for i in range(len(keys))]
             names = [(draft.kind, key) for draft, key in zip(self.parts, keys, strict=True)]
             if sampled:
                 scale = [steps(factor) for factor in scale]
             trusted = not sampled and any(one.first or one.rounds > _ENOUGH for one in known)
             carried = [one.carried() for one in known]
-            return Guard(self._table, names, carried, scale, live=not sampled, trusted=trusted)
+            return Guard(table, names, carried, scale, live=not sampled, trusted=trusted)
 
     def finish(self, guard: Guard, sampled: bool) -> None:
         """Keep what a call learned."""
         with self._lock:
             if not sampled:
                 self._memory = [one.carried(guard.stats.rounds) for one in guard.experience]
+            whole = self._tables.get(True) is guard.table
             for who, ratios in guard.ratios.items():
-                self._ratios[who] = (self._ratios.get(who, []) + ratios)[-KEPT_RATIOS:]
+                self._ratios[whole, who] = (self._ratios.get((whole, who), []) + ratios)[-KEPT_RATIOS:]
 
-    def _drift(self, draft: int) -> float:
-        return drift(self._ratios.get(draft, []), self._ratios.get(None, []))
+    def _drift(self, whole: bool, draft: int) -> float:
+        return drift(self._ratios.get((whole, draft), []), self._ratios.get((whole, None), []))
 
 
 def _text(request: Request, target: Target) -> list[int]:

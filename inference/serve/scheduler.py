@@ -16,9 +16,10 @@ from typing import Protocol
 
 from selfspec.draft import Draft
 from selfspec.errors import SelfspecError
-from selfspec.inference.batching import Batch, Plain, cost
+from selfspec.inference.batching import Batch, cost
 from selfspec.inference.guard.steering import Steering
 from selfspec.inference.rows import Listener, Row
+from selfspec.inference.undrafted import Undrafted
 from selfspec.stats import Stats
 from selfspec.target import Target
 
@@ -108,7 +109,7 @@ class Scheduler:
         steering: Steering | None = None,
     ) -> None:
         self.target = target
-        self.draft: Draft = draft or Plain()
+        self.draft: Draft = draft or Undrafted()
         self.limits = limits or Limits()
         self.nodes = nodes
         self.steering = steering

@@ -1,0 +1,131 @@
+"""When an output head is screened (see `selfspec.screen`): only where it has been measured to be faster.
+
+The copy is made once the full products so far have taken as long as making it will, so a short text never pays for it
+and a long one at most twice. Whether it then pays is timed on real hidden states, for each number of rows by itself.
+
+Letters: K rows, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfspec.screen import Screen
+
+_log = logging.getLogger(__name__)
+
+_SECONDS_PER_WEIGHT = 2e-8
+_MOST_ROWS = 64
+_TIMES = 2
+_MOST_MISSES = 0.25
+_FIRST_CALLS = 16
+_ROUNDING = 32
+
+
+class Likeliest:
+    """The likeliest tokens of a head, where they can be had without all the logits.
+
+    Args:
+        weight: `[V, D]`, by reference.
+        bias: `[V]` or None, by reference.
+        product: the full product, `[K, D]` to `[K, V]`.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, product: Callable[[Tensor], Tensor]) -> None:
+        self.weight, self.bias, self.product = weight, bias, product
+        self._spent = 0.0
+        self._lock = threading.Lock()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._screen: Screen | None = None
+        self._pays: dict[int, bool] = {}
+        self._calls = self._misses = self._seen = 0
+        self._squares = torch.zeros(self.weight.shape[1])
+        self.useless = not Screen.applies(self.weight)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a model starts without."""
+
+    def begin(self) -> None:
+        """A text begins: forget a copy of weights that have changed since."""
+        if self._screen is not None and self._screen.outdated:
+            self._forget()
+            self._spent = 0.0
+
+    def prepare(self) -> None:
+        """Make the copy now, whatever was spent so far."""
+        self._spent = float("inf")
+
+    def spent(self, seconds: float) -> None:
+        """A full product has taken so long."""
+        self._spent += seconds
+
+    def __call__(self, hidden: Tensor) -> Tensor | None:
+        """The likeliest tokens `[K]` int64 of hidden states `[K, D]`, or None: then the full product has to tell."""
+        if self.useless or len(hidden) > _MOST_ROWS or not self._ready(hidden):
+            return None
+        screen = self._screen
+        if screen is None or not self._paid(screen, hidden):
+            return None
+        found = screen(hidden)
+        self._calls += 1
+        self._misses += found is None
+        if self._calls >= _FIRST_CALLS and self._misses > _MOST_MISSES * self._calls:
+            _log.info(
+                "the output head is no longer screened: %d of %d passes needed all logits", self._misses, self._calls
+            )
+            self._screen, self.useless = None, True
+        return found
+
+    def _ready(self, hidden: Tensor) -> bool:
+        if self._screen is not None:
+            return True
+        self._squares = self._squares + hidden.float().square().sum(0)
+        self._seen += len(hidden)
+        if self._spent < _SECONDS_PER_WEIGHT * self.weight.numel() or not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if self._screen is None:
+                self._screen = Screen(self.weight, self.bias, (self._squares / self._seen).sqrt())
+        finally:
+            self._lock.release()
+        return True
+
+    def _paid(self, screen: Screen, hidden: Tensor) -> bool:
+        """Whether screening so many rows is faster than the product, and finds what the product finds."""
+        size = 1 << (len(hidden) - 1).bit_length()
+        if size not in self._pays:
+            logits, full = _timed(lambda: self.product(hidden))
+            found, quick = _timed(lambda: screen(hidden))
+            if found is None:
+                return True  # counts as a miss
+            if not _is_largest(logits, found):
+                _log.warning("the screened output head is wrong on this processor and is not used")
+                self._screen, self.useless = None, True
+                return False
+            self._pays[size] = quick < full
+        return self._pays[size]
+
+
+def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
+    """What it gives, and the fastest of a few tries in seconds."""
+    seconds = []
+    for _ in range(_TIMES):
+        start = time.perf_counter()
+        found = work()
+        seconds.append(time.perf_counter() - start)
+    return found, min(seconds)
+
+
+def _is_largest(logits: Tensor, found: Tensor) -> bool:
+    """Whether these tokens `[K]` have the largest logits `[K, V]`, up to rounding."""
+    short = logits.amax(1) - logits.gather(1, found.unsqueeze(1)).squeeze(1)
+    return bool((short <= _ROUNDING * torch.finfo(logits.dtype).eps * logits.abs().amax(1)).all())

@@ -1,0 +1,125 @@
+"""Heads that draft in 8 bits a weight: near the float product, exact text, and nothing of it in training and files."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from selfspec.checkpoint import load_head, save_head
+from selfspec.heads.eagle import Eagle, EagleConfig
+from selfspec.heads.hydra import Hydra, HydraConfig
+from selfspec.heads.medusa import Medusa, MedusaConfig
+from selfspec.inference.guard.costs import draft_key
+from selfspec.inference.patch import patch, unpatch
+from selfspec.light import LightProduct, packs
+from selfspec.resolve import resolve_draft
+from selfspec.target import Target
+
+pytestmark = pytest.mark.skipif(not packs(torch.empty(256, 256)), reason="no kernels for bytes on this processor")
+SIZE, VOCAB = 256, 512
+HEADS: dict[str, Any] = {
+    "eagle": lambda target: Eagle.from_target(EagleConfig(num_layers=1), target),
+    "medusa": lambda target: Medusa.from_target(MedusaConfig(num_heads=2), target),
+    "medusa, an output each": lambda target: Medusa.from_target(
+        MedusaConfig(num_heads=2, output_per_head=True), target
+    ),
+    "hydra": lambda target: Hydra.from_target(HydraConfig(num_heads=2), target),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=SIZE,
+        intermediate_size=SIZE,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def test_a_product_is_near_the_float_one() -> None:
+    """A weight of 8 bits is off by at most 1/254 of its row's largest, an input of 7 bits by 1/127 of their range."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(300, SIZE, generator=generator), torch.randn(2, 3, SIZE, generator=generator)
+    bias = torch.randn(300, generator=generator)
+    wanted = x.double() @ weight.double().t() + bias
+    found = LightProduct()(x, weight, bias)
+    assert found.shape == wanted.shape
+    of_weight = weight.abs().amax(1) / 254 * x.abs().sum(-1, keepdim=True)
+    of_input = (x.max() - x.min()) / 127 / 2 * weight.abs().sum(1) * 1.01
+    error = (found - wanted).abs()
+    assert (error <= of_weight + of_input).all() and error.max() > 1e-4
+    assert error.square().mean().sqrt() < 0.02 * wanted.square().mean().sqrt()
+
+
+def test_a_weight_that_changes_is_packed_anew() -> None:
+    weight, x = torch.ones(300, SIZE), torch.ones(1, SIZE)
+    product = LightProduct()
+    assert product(x, weight, None)[0, 0] == pytest.approx(SIZE, rel=0.01)
+    weight.mul_(2)
+    assert product(x, weight, None)[0, 0] == pytest.approx(2 * SIZE, rel=0.01)
+    assert product(x, weight.clone().mul_(2), None)[0, 0] == pytest.approx(4 * SIZE, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_text_is_exact_and_guesses_are_about_the_same(kind: str, model: LlamaForCausalLM, tmp_path: Path) -> None:
+    target = Target(model)
+    torch.manual_seed(1)
+    save_head(HEADS[kind](target), tmp_path / "head")
+    target.release()
+    prompt = torch.arange(3, 20).unsqueeze(0)
+    wanted = model.generate(prompt, max_new_tokens=30, do_sample=False)
+    for light in (False, True):
+        patch(model, tmp_path / "head", light=light, guard=False)
+        try:
+            assert model.speculation.draft.light is light
+            assert torch.equal(model.generate(prompt, max_new_tokens=30, do_sample=False), wanted)
+        finally:
+            unpatch(model)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_training_and_files_know_nothing_of_it(kind: str, model: LlamaForCausalLM, tmp_path: Path) -> None:
+    target = Target(model)
+    torch.manual_seed(1)
+    head = HEADS[kind](target)
+    save_head(head, tmp_path / "float")
+    plain = head.output(torch.ones(head.output.rows.shape[0] if head.output.rows.ndim == 3 else 1, 1, SIZE))
+    head.lighten()
+    copied = copy.deepcopy(head)
+    for one in (head, copied):
+        hidden = torch.ones(one.output.rows.shape[0] if one.output.rows.ndim == 3 else 1, 1, SIZE)
+        assert torch.equal(one.output(hidden), plain), "with gradients the float weights are used"
+        with torch.no_grad():
+            near = one.output(hidden)
+        assert not torch.equal(near, plain) and torch.allclose(near, plain, atol=0.05 * float(plain.abs().max()))
+    save_head(copied, tmp_path / "light")
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("float", "light"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    target.release()
+
+
+def test_the_targets_own_layers_stay_exact(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    target = Target(model)
+    save_head(HEADS["eagle"](target), tmp_path / "head")
+    head = resolve_draft(tmp_path / "head", target)
+    assert not any("forward" in vars(part) for part in model.modules())
+    assert any("forward" in vars(part) for part in head.modules())  # type: ignore[attr-defined]
+    assert draft_key(head) != draft_key(load_head(tmp_path / "head", target)), "they cost differently"
+    target.release()
+
+
+def test_small_layers_stay_as_they_are() -> None:
+    assert not packs(torch.empty(64, 64)) and not packs(torch.empty(256, 256, dtype=torch.bfloat16))
+    assert not packs(torch.empty(1, 1).expand(2**14, 2**13)), "packing would take seconds"
