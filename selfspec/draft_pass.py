@@ -297,7 +297,7 @@ class DraftPasses:
         new = tokens.shape[1]
         mask = self.target.tree_mask(shape, cache.slots, new)
         positions = tree_positions(shape, cache.slots)[:, -new:].expand_as(tokens)
-        with cache.drafting(shape.nodes - new):
+        with cache.drafting(shape.nodes - new), self.target.few_rows():
             return self._forward(tokens, mask, positions, cache, plan)
 
     def read_again(self, tokens: Tensor, cache: SlotCache, plan: Plan) -> Tensor:

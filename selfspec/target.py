@@ -6,6 +6,7 @@ Letters: B rows, P prompt tokens, N tree nodes, V vocabulary, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,6 +20,7 @@ from selfspec.cache import SlotCache, Slots
 from selfspec.draft import Needs
 from selfspec.draft_pass import DraftPasses, resume
 from selfspec.errors import UnsupportedGeneration, UnsupportedModel
+from selfspec.few_rows import FewRowsLayers
 from selfspec.masks import as_attention_mask, block_diagonal, tree_positions, visible, visible_again, visible_line
 from selfspec.output_head import FewRowsHead
 from selfspec.support import refuse_unsupported, takes_positions, why_chain_only
@@ -26,6 +28,7 @@ from selfspec.taps import Taps
 from selfspec.target_parts import TargetParts
 from selfspec.tree import Computed, DraftTree, TreeShape
 from selfspec.versions import check_version
+from selfspec.wrapped import is_compiled
 
 _PROBE = (8, 64)
 _NEAR = 1000
@@ -96,6 +99,7 @@ class Target(TargetParts):
         self._trims_logits = hf.supports_logits_to_keep(model)
         self._taps = Taps(model)
         self._few_rows: FewRowsHead | None = None
+        self._layers: FewRowsLayers | None = None
         self._passes: DraftPasses | None = None
         self.known_fingerprint: str | None = None
         """Kept where the weights are spread over processes, because all of them must take part in making it."""
@@ -209,12 +213,18 @@ class Target(TargetParts):
         head = self._head_for_few_rows()
         computed = self._finish(tree, cache, needs)
         if head is None:
-            with resume(computed), cache.drafting(written):
+            with resume(computed), cache.drafting(written), self.few_rows():
                 return self._forward(tokens, cache, mask, positions, 0, needs)
-        with self._taps.listen(needs) as tap, resume(computed), cache.drafting(written):
+        with self._taps.listen(needs) as tap, resume(computed), cache.drafting(written), self.few_rows():
             hidden = self._last_hidden(tokens, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True)
         layers = tuple(tap.layers[k] for k in needs.layers)
         return TargetOutput(Unscored(hidden, head, self.finish_logits), hidden if needs.hidden else None, layers)
+
+    def few_rows(self) -> AbstractContextManager[None]:
+        """Passes in this block are over few tokens and may use faster forms of the same products."""
+        if self._layers is None:
+            self._layers = FewRowsLayers([] if is_compiled(self.model) else hf.decoder_of(self.model).modules())
+        return self._layers.used()
 
     def _finish(self, tree: DraftTree, cache: SlotCache, needs: Needs) -> Computed | None:
         """What the draft has computed of the tree, for all nodes; None when it must be computed in full."""
@@ -341,6 +351,9 @@ class Target(TargetParts):
     def release(self) -> None:
         """Take the hooks off the model again."""
         self._taps.release()
+        if self._layers is not None:
+            self._layers.release()
+            self._layers = None
         if self._passes is not None:
             self._passes.release()
             self._passes = None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.errors import UnsupportedModel
+from selfspec.few_rows import is_own
 
 _LLM_INT8 = "Linear8bitLt"
 _PER_CALL = {"adapter_names": "adapters named for each row", "alora_offsets": "aLoRA adapters, counted from the end"}
@@ -84,7 +85,7 @@ def execution_device(module: nn.Module) -> torch.device:
 def is_wrapped(model: PreTrainedModel) -> bool:
     """Whether something else than the model's own code and weights takes part in a pass; compilers do not count."""
     replaced = [vars(module)["forward"] for module in model.modules() if "forward" in vars(module)]
-    if not all(hasattr(forward, "_torchdynamo_orig_callable") for forward in replaced):
+    if not all(hasattr(forward, "_torchdynamo_orig_callable") or is_own(forward) for forward in replaced):
         return True
     if getattr(model.config, "quantization_config", None) is not None or getattr(model, "peft_config", None):
         return True
