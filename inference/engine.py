@@ -13,6 +13,7 @@ from torch import Tensor
 from selfspec import hf
 from selfspec.accept import Accepted, accept, picked_at_once
 from selfspec.draft import Budget, Draft
+from selfspec.draws import ScreenedDraws
 from selfspec.inference.choices import Pilot
 from selfspec.inference.drafting import Drafters, Pick, parts_of
 from selfspec.inference.kept import KeptRows
@@ -64,6 +65,7 @@ class Generation(Rounds):
         self.chance = TorchChance(request.generator, target.device)
         self.stopper = Stopper(request.stopping)
         self.processors = Processors(request.processors)
+        self.draws = request.wants_draws
         self.output = output
         self.prompt = request.prompt()
         batch, width = request.input_ids.shape
@@ -92,6 +94,9 @@ class Generation(Rounds):
     def _wants_likeliest(self) -> bool:
         return self.request.wants_likeliest
 
+    def _wants_draws(self, tree: DraftTree) -> bool:
+        return self.draws and tree.drawn is None
+
     def _known_picks(self, tree: DraftTree, logits: Tensor) -> Tensor | None:
         request = self.request
         if not picked_at_once(tree, request.do_sample, request.accept):
@@ -103,7 +108,10 @@ class Generation(Rounds):
     def _accept(self, tree: DraftTree, out: TargetOutput, picks: list[list[int]] | None) -> Accepted:
         request = self.request
         scores = TreeScores(out, tree.token_lists, self.history, self.processors, request.keep_scores)
-        accepted = accept(tree, scores, request.do_sample, self.chance, request.accept, picks)
+        draws = None
+        if picks is None and self._wants_draws(tree) and out.screened is not None:
+            draws = ScreenedDraws(out, out.screened, tree.nodes, request.processors, self.chance)
+        accepted = accept(tree, scores, request.do_sample, self.chance, request.accept, picks, draws)
         self.output.remember(self.rows, accepted, scores)
         return accepted
 

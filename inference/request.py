@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import MaxLengthCriteria
 
 from selfspec.accept import AcceptRule
+from selfspec.draws import drawable
 from selfspec.inference.prompt import Prompt, read_prompt
 from selfspec.stats import Stats
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
+
+_LONG = 192
 
 
 @dataclass(eq=False)
@@ -63,7 +67,24 @@ class Request:
     @property
     def wants_likeliest(self) -> bool:
         """Whether nothing is asked of the target but its likeliest token at each node."""
-        return not (self.do_sample or self.accept.lossy or self.processors or self.keep_scores or self.keep_logits)
+        return not (self.do_sample or self.processors or self._wants_logits)
+
+    @property
+    def wants_draws(self) -> bool:
+        """Whether drawing tokens without all logits is worth its preparations, for trees that were not drawn.
+
+        A text that may be short is not: preparing takes as long as dozens of rounds. The same call decides alike at any
+        time, so that a seed repeats its text.
+        """
+        if not (self.do_sample and drawable(self.processors)) or self._wants_logits:
+            return False
+        rooms = [rule.max_length for rule in self.stopping if isinstance(rule, MaxLengthCriteria)]
+        room = min(rooms, default=_LONG) - self.input_ids.shape[1]
+        return room * self.input_ids.shape[0] >= _LONG
+
+    @property
+    def _wants_logits(self) -> bool:
+        return self.accept.lossy or self.keep_scores or self.keep_logits
 
     def prompt(self) -> Prompt:
         """What is to be read, without padding.

@@ -74,6 +74,10 @@ class Rounds(ABC):
     def _wants_likeliest(self) -> bool:
         """Whether nothing is asked of the target but its likeliest token at each node."""
 
+    def _wants_draws(self, tree: DraftTree) -> bool:
+        """Whether nothing is asked of the target but a token of its own, drawn, where the walk goes."""
+        return False
+
     @abstractmethod
     def _known_picks(self, tree: DraftTree, logits: Tensor) -> Tensor | None:
         """The target's token at every node, `[B, N]`, where the accept rule asks for no more than that, else None."""
@@ -175,7 +179,8 @@ class Rounds(ABC):
         if not self.reads_once:
             if likeliest is not None:
                 return list(likeliest.tolist())
-            _ = out.logits  # made now, so that their time counts to the pass
+            if not (self._wants_draws(tree) and out.screened is not None):
+                _ = out.logits  # made now, so that their time counts to the pass
             return None
         known = self._known_picks(tree, out.logits)
         picks = tree.fetch([] if known is None else [known.to(tree.tokens.device)])

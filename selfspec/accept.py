@@ -31,7 +31,7 @@ from selfspec.drawing import NO_TOKEN
 from selfspec.errors import ConfigError, DraftTreeError, UnsupportedGeneration
 from selfspec.lossy import GREEDY_RULES, TYPICAL, walk_loosely, walk_typical
 from selfspec.tree import DraftTree, Drawn
-from selfspec.walk import Chance, Children, NodeScores
+from selfspec.walk import Chance, Children, NodeScores, NodeTokens
 
 _SUM_TOLERANCE = 1e-3
 
@@ -113,6 +113,7 @@ def accept(
     chance: Chance,
     rule: AcceptRule | None = None,
     picks: list[list[int]] | None = None,
+    tokens: NodeTokens | None = None,
 ) -> Accepted:
     """Walk the tree from the root, as far as the target agrees.
 
@@ -123,6 +124,7 @@ def accept(
         chance: where randomness comes from.
         rule: how sampled trees are judged; the lossless rule if left out.
         picks: per row the target's own token at every node, where all were picked at once (see `picked_at_once`).
+        tokens: takes the target's own token where the walk goes, without scores, where that is all that is asked.
 
     Raises:
         DraftTreeError: a draft distribution that is none.
@@ -131,6 +133,8 @@ def accept(
     rule = rule or AcceptRule()
     if picks is not None:
         return _checked(_walk_picked(Children(tree), picks))
+    if tokens is not None:
+        return _checked(_walk_chosen(tree.tokens.shape[0], Children(tree), tokens))
     return _checked(_walk(tree, scores, do_sample, chance, rule))
 
 
@@ -173,7 +177,11 @@ def _walk(tree: DraftTree, scores: NodeScores, do_sample: bool, chance: Chance, 
         picked: list[int] = (chance.token(found.softmax(-1)) if do_sample else found.argmax(-1)).tolist()
         return picked
 
-    return _walk_chosen(batch, children, scores, pick)
+    return _walk_chosen(batch, children, _picking(scores, pick))
+
+
+def _picking(scores: NodeScores, pick: Pick) -> NodeTokens:
+    return lambda rows, paths: pick(rows, scores(rows, paths))
 
 
 def accept_chosen(tree: DraftTree, scores: NodeScores, pick: Pick, picks: list[list[int]] | None = None) -> Accepted:
@@ -189,21 +197,21 @@ def accept_chosen(tree: DraftTree, scores: NodeScores, pick: Pick, picks: list[l
     """
     if picks is not None:
         return _walk_picked(Children(tree), picks)
-    return _walk_chosen(tree.tokens.shape[0], Children(tree), scores, pick)
+    return _walk_chosen(tree.tokens.shape[0], Children(tree), _picking(scores, pick))
 
 
 def _together(walks: Sequence[tuple[list[int], list[int]]]) -> Accepted:
     return Accepted([path for path, _ in walks], [tokens for _, tokens in walks])
 
 
-def _walk_chosen(batch: int, children: Children, scores: NodeScores, pick: Pick) -> Accepted:
+def _walk_chosen(batch: int, children: Children, taken: NodeTokens) -> Accepted:
     paths: list[list[int]] = [[0] for _ in range(batch)]
     tokens: list[list[int]] = [[] for _ in range(batch)]
     walking = list(range(batch))
     while walking:
-        found = scores(walking, [paths[row] for row in walking])
+        found = taken(walking, [paths[row] for row in walking])
         still = []
-        for row, token in zip(walking, pick(walking, found), strict=True):
+        for row, token in zip(walking, found, strict=True):
             tokens[row].append(token)
             child = children.find(row, paths[row][-1], token)
             if child is not None:

@@ -50,6 +50,21 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     return torch.where(drawn, token, NO_TOKEN).squeeze(1)
 
 
+def draw_often(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The same for several numbers and one row: `[V]` weights and `[M]` numbers to `[M]` int64.
+
+    The weights have a positive, finite sum.
+    """
+    blocks = -(-weights.numel() // _BLOCK)
+    parts = F.pad(weights, (0, blocks * _BLOCK - weights.numel())).view(blocks, _BLOCK)
+    upto = parts.sum(-1, dtype=uniform.dtype).cumsum(-1)
+    at = _below(uniform * upto[-1], upto[-1:])
+    block = torch.searchsorted(upto, at, right=True).clamp(max=blocks - 1)
+    inner = parts[block].to(uniform.dtype).cumsum(-1)
+    at = _below(at - F.pad(upto, (1, 0))[block], inner[:, -1])
+    return block * _BLOCK + (inner <= at.unsqueeze(1)).sum(-1)
+
+
 def _below(value: Tensor, bound: Tensor) -> Tensor:
     """The value, or the largest number below the bound where rounding carried it there."""
     return torch.minimum(value, torch.nextafter(bound, torch.zeros_like(bound)))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.screen import Screen
+from selfspec.screen import Screen, Screened
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +26,6 @@ _MOST_ROWS = 64
 _TIMES = 2
 _MOST_MISSES = 0.25
 _FIRST_CALLS = 16
-_ROUNDING = 32
 
 
 class Likeliest:
@@ -41,6 +40,7 @@ class Likeliest:
     def __init__(self, weight: Tensor, bias: Tensor | None, product: Callable[[Tensor], Tensor]) -> None:
         self.weight, self.bias, self.product = weight, bias, product
         self._spent = 0.0
+        self._broken = False
         self._lock = threading.Lock()
         self._forget()
 
@@ -49,7 +49,7 @@ class Likeliest:
         self._pays: dict[int, bool] = {}
         self._calls = self._misses = self._seen = 0
         self._squares = torch.zeros(self.weight.shape[1])
-        self.useless = not Screen.applies(self.weight)
+        self.useless = self._broken or not Screen.applies(self.weight)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a model starts without."""
@@ -75,7 +75,7 @@ class Likeliest:
         screen = self._screen
         if screen is None or not self._paid(screen, hidden):
             return None
-        found = screen(hidden)
+        found = _likeliest(screen, hidden)
         self._calls += 1
         self._misses += found is None
         if self._calls >= _FIRST_CALLS and self._misses > _MOST_MISSES * self._calls:
@@ -85,34 +85,58 @@ class Likeliest:
             self._screen, self.useless = None, True
         return found
 
+    def screened(self, hidden: Tensor) -> Screened | None:
+        """The scores of hidden states `[K, D]`, to draw from. The clock has no say in whether there are any."""
+        if self._broken or len(hidden) > _MOST_ROWS or not Screen.applies(self.weight):
+            return None
+        with self._lock:
+            if self._screen is None:
+                self._note(hidden)
+                self._make(hidden)
+            screen = self._screen
+        return None if screen is None else screen(hidden)
+
+    def _note(self, hidden: Tensor) -> None:
+        self._squares = self._squares + hidden.float().square().sum(0)
+        self._seen += len(hidden)
+
+    def _make(self, hidden: Tensor) -> None:
+        made = Screen(self.weight, self.bias, (self._squares / self._seen).sqrt())
+        screened = made(hidden)
+        if screened is None or screened.holds(self.product(hidden)):
+            self._screen = made
+        else:
+            _log.warning("products of bytes are wrong on this processor, so the output head is not screened")
+            self._broken = self.useless = True
+
     def _ready(self, hidden: Tensor) -> bool:
         if self._screen is not None:
             return True
-        self._squares = self._squares + hidden.float().square().sum(0)
-        self._seen += len(hidden)
+        self._note(hidden)
         if self._spent < _SECONDS_PER_WEIGHT * self.weight.numel() or not self._lock.acquire(blocking=False):
             return False
         try:
             if self._screen is None:
-                self._screen = Screen(self.weight, self.bias, (self._squares / self._seen).sqrt())
+                self._make(hidden)
         finally:
             self._lock.release()
-        return True
+        return self._screen is not None
 
     def _paid(self, screen: Screen, hidden: Tensor) -> bool:
         """Whether screening so many rows is faster than the product, and finds what the product finds."""
         size = 1 << (len(hidden) - 1).bit_length()
         if size not in self._pays:
-            logits, full = _timed(lambda: self.product(hidden))
-            found, quick = _timed(lambda: screen(hidden))
+            _, full = _timed(lambda: self.product(hidden))
+            found, quick = _timed(lambda: _likeliest(screen, hidden))
             if found is None:
                 return True  # counts as a miss
-            if not _is_largest(logits, found):
-                _log.warning("the screened output head is wrong on this processor and is not used")
-                self._screen, self.useless = None, True
-                return False
             self._pays[size] = quick < full
         return self._pays[size]
+
+
+def _likeliest(screen: Screen, hidden: Tensor) -> Tensor | None:
+    screened = screen(hidden)
+    return None if screened is None else screened.likeliest()
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
@@ -123,9 +147,3 @@ def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
         found = work()
         seconds.append(time.perf_counter() - start)
     return found, min(seconds)
-
-
-def _is_largest(logits: Tensor, found: Tensor) -> bool:
-    """Whether these tokens `[K]` have the largest logits `[K, V]`, up to rounding."""
-    short = logits.amax(1) - logits.gather(1, found.unsqueeze(1)).squeeze(1)
-    return bool((short <= _ROUNDING * torch.finfo(logits.dtype).eps * logits.abs().amax(1)).all())

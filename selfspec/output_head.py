@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selfspec.likeliest import Likeliest
-from selfspec.screen import Screen
+from selfspec.screen import Screen, Screened
 
 _MOST_ROWS = 64
 _PROBE_ROWS = 4
@@ -84,6 +84,10 @@ class FewRowsHead:
         """`[B, N, D]` to the tokens `[B, N]` with the largest raw logits; None where the full product has to tell."""
         found = None if self._likeliest is None else self._likeliest(hidden.flatten(0, 1))
         return None if found is None else found.view(hidden.shape[:2])
+
+    def screened(self, hidden: Tensor) -> Screened | None:
+        """`[B, N, D]` to scores of all `B * N` rows, from which tokens can be drawn; None where there are none."""
+        return None if self._likeliest is None else self._likeliest.screened(hidden.flatten(0, 1))
 
     @property
     def screens(self) -> bool:

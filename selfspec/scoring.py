@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from transformers.generation import logits_process as lp
 
 from selfspec.draft import Sampling
 from selfspec.host import on_device
+from selfspec.target import TargetOutput
 from selfspec.walk import Chance
 
 _IGNORE_THE_PAST = (
@@ -227,20 +228,12 @@ def picked_everywhere(logits: Tensor, history: History, processors: Processors, 
     return picked.view(batch, nodes)
 
 
-class Scored(Protocol):
-    """What holds the target's logits `[B, N, V]`, or makes them when they are asked for."""
-
-    @property
-    def logits(self) -> Tensor:
-        """The logits."""
-
-
 class TreeScores:
     """The target's processed scores at nodes of one tree, made when the walk asks; see `accept.NodeScores`."""
 
     def __init__(
         self,
-        out: Scored,
+        out: TargetOutput,
         tokens: list[list[int]],
         history: History,
         processors: Processors,

@@ -1,20 +1,26 @@
-"""The likeliest token of an output head, exactly, from a copy of its weight in 8 bits and a few rows of the weight.
+"""The likeliest token of an output head, or one drawn from it, exactly, from a copy of its weight in 8 bits.
 
-A pass over few tokens spends most of its time reading the output head W, and greedy decoding wants no more of `W h`
-than where it is largest. With W ~ S (a signed byte per weight, one scale per row) and h ~ g (two digits of 7 bits, one
-scale per row) the sums in `S g` are sums of integers, so exact, and by Cauchy-Schwarz
+A pass over few tokens spends most of its time reading the output head W, and decoding wants no more of `W h` than where
+it is largest, or one token drawn from its softmax. With W ~ S (a signed byte per weight, one scale per row) and h ~ g
+(two digits of 7 bits, one scale per row) the sums in `S g` are sums of integers, so exact, and by Cauchy-Schwarz
 
     |w_v . h - s_v . g|  <=  |w_v - s_v| |g| + |w_v| |h - g|
 
 for every token v. Only tokens whose score could reach the best one under this bound are computed again from W, in
 float64, and rounded to the model's dtype. So the result is the argmax of the model's own logits, up to the rounding in
-which two forms of one product differ anyway; of tokens with equal logits the first one wins, as in `argmax`.
+which two forms of one product differ anyway; of tokens with equal logits the first one wins, as in `argmax`. A draw
+proposes tokens by the bound and refuses some of them by their exact logit.
+
+Some channels of h are a hundred times larger than others, which would leave little of a byte for the others. So, as in
+SmoothQuant (Xiao et al. 2023, equation 4), channel j of h is multiplied by c_j and that of W divided by it: W h stays
+what it was, and there are fewer candidates.
 
 Letters: K rows, D hidden size, V vocabulary, Q tokens of one part of it, C candidates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from selfspec.drawing import draw_often
 from selfspec.light import has_kernels, packed
 
 _STEPS = 63
@@ -36,6 +43,8 @@ _WIDEST = 2**17
 _SLACK = 2.0**-16
 """For the rounding of scores and bounds in float32, relative to |w| |h|: a few times 2^-24 each."""
 _MOST_CANDIDATES = 512
+_PROPOSALS, _MOST_TRIES, _KNOWN = 32, 4, 128
+_FEW = 8
 _SAMPLE = 4096
 _DAMPING = 0.05
 
@@ -94,8 +103,8 @@ class Screen:
         held, rounded = packed(rows)
         return _Part(first, held, (rows - rounded).norm(dim=1), float(rows.norm(dim=1).max()))
 
-    def __call__(self, hidden: Tensor) -> Tensor | None:
-        """The likeliest token `[K]` int64 for hidden states `[K, D]`; None where only all the logits can tell."""
+    def __call__(self, hidden: Tensor) -> Screened | None:
+        """Scores for hidden states `[K, D]`, with their bounds; None where only all the logits can tell."""
         balanced = hidden.float() * self.balance
         largest = balanced.abs().amax(1, keepdim=True)
         if not bool((largest.isfinite() & (largest > 0)).all()):
@@ -103,14 +112,9 @@ class Screen:
         unit = balanced / largest
         digits, left = _digits(unit)
         bias = None if self.bias is None else self.bias.float() / largest
+        size = unit.norm(dim=1, keepdim=True)
         scores = [self._scores(part, digits, bias) for part in self.parts]
-        reached = self._exact(hidden, *self._leaders(scores)).float().unsqueeze(1) / largest
-        slack = self.norm * (left + _SLACK * unit.norm(dim=1, keepdim=True))
-        slack += reached.abs() * 4 * torch.finfo(self.weight.dtype).eps
-        rows, tokens = self._candidates(scores, (unit.norm(dim=1, keepdim=True) + left), reached - slack)
-        if len(rows) > _MOST_CANDIDATES * len(unit):
-            return None
-        return _first_largest(self._exact(hidden, rows, tokens).to(self.weight.dtype), rows, tokens, len(unit))
+        return Screened(self, hidden, largest, scores, size + left, self.norm * (left + _SLACK * size))
 
     def _scores(self, part: _Part, digits: Tensor, bias: Tensor | None) -> Tensor:
         """`[2K, D]` digits to `[K, Q]`."""
@@ -119,30 +123,120 @@ class Screen:
         scores = coarse.add_(fine, alpha=1 / _FINE)
         return scores if bias is None else scores.add_(bias[:, part.first : part.first + scores.shape[1]])
 
-    def _leaders(self, scores: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Of each row the token with the largest score: `[K]` rows, `[K]` tokens."""
-        where = torch.stack([part.amax(1) for part in scores]).argmax(0).tolist()
-        tokens = [self.parts[i].first + int(scores[i][row].argmax()) for row, i in enumerate(where)]
-        return torch.arange(len(where)), torch.tensor(tokens)
-
-    def _candidates(self, scores: list[Tensor], size: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows and tokens `[C]` each whose logit may be at least `least` `[K, 1]`, in the order of tokens.
-
-        Args:
-            scores: `[K, Q]` of each part.
-            size: `[K, 1]`, at least |g|.
-            least: `[K, 1]`.
-        """
-        found = []
-        for part, here in zip(self.parts, scores, strict=True):
-            rows, tokens = torch.addcmul(here, size, part.error).ge_(least).nonzero(as_tuple=True)
-            found.append((rows, tokens + part.first))
-        return torch.cat([rows for rows, _ in found]), torch.cat([tokens for _, tokens in found])
-
-    def _exact(self, hidden: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
+    def exact(self, hidden: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
         """Logits `[C]` float64 of some tokens, each for one row."""
         logits = (self.weight[tokens].double() * hidden[rows].double()).sum(1)
         return logits if self.bias is None else logits + self.bias[tokens]
+
+
+@dataclass(frozen=True, eq=False)
+class Screened:
+    """Scores of K hidden states, and how far the logits may be from them: |logit - score| <= size * error + slack.
+
+    All but `hidden` is in units of each row's `largest`, which leaves the order of tokens as it is.
+
+    Args:
+        screen: made them.
+        hidden: `[K, D]`.
+        largest: `[K, 1]`, one unit.
+        scores: `[K, Q]` of each part.
+        size: `[K, 1]`, at least |g|.
+        slack: `[K, 1]`.
+    """
+
+    screen: Screen
+    hidden: Tensor
+    largest: Tensor
+    scores: list[Tensor]
+    size: Tensor
+    slack: Tensor
+
+    def likeliest(self) -> Tensor | None:
+        """The tokens `[K]` int64 with the largest logits; None where there are too many candidates."""
+        rows, tokens = self._leaders()
+        reached = self.screen.exact(self.hidden, rows, tokens).float().unsqueeze(1) / self.largest
+        rounding = reached.abs() * 4 * torch.finfo(self.hidden.dtype).eps
+        rows, tokens = self._candidates(reached - self.slack - rounding)
+        if len(rows) > _MOST_CANDIDATES * len(self.hidden):
+            return None
+        logits = self.screen.exact(self.hidden, rows, tokens).to(self.hidden.dtype)
+        return _first_largest(logits, rows, tokens, len(self.hidden))
+
+    def draw(self, row: int, temperature: float, numbers: Callable[[int], Tensor]) -> int | None:
+        """A token drawn from softmax(logits / temperature) of a row, by rejection (von Neumann 1951).
+
+        With u the largest that logits can be by the bound, a token proposed from softmax(u / temperature) is taken with
+        chance exp((logit - u) / temperature), so its own logit is all that is computed exactly. Those of the likeliest
+        tokens are computed beforehand and stand for u, which leaves few refusals.
+
+        Args:
+            row: of K.
+            temperature: above 0.
+            numbers: gives so many uniform numbers, `[count]` float64.
+
+        Returns:
+            None after many refusals. What was refused says nothing about a draw made in another way then.
+        """
+        upper = self._most(row)
+        known = upper.topk(_KNOWN).indices
+        upper[known] = self._exact(row, known)
+        weights = ((upper - upper.max()) / temperature).exp_()
+        for _ in range(_MOST_TRIES):
+            places, coins = numbers(2 * _PROPOSALS).chunk(2)
+            proposed = draw_often(weights, places)
+            short = (self._exact(row, proposed) - upper[proposed]) / temperature
+            taken = (coins < short.exp()).nonzero()
+            if len(taken):
+                return int(proposed[taken[0, 0]])
+        return None
+
+    def _most(self, row: int) -> Tensor:
+        """`[V]` float32, what the logits of a row are at most."""
+        parts = zip(self.screen.parts, self.scores, strict=True)
+        most = torch.cat([torch.add(here[row], part.error, alpha=float(self.size[row])) for part, here in parts])
+        return most.add_(self.slack[row]).mul_(self.largest[row])
+
+    def _exact(self, row: int, tokens: Tensor) -> Tensor:
+        """Logits `[C]` float32 of some tokens of a row, as the model's dtype holds them."""
+        return self.screen.exact(self.hidden, torch.full_like(tokens, row), tokens).to(self.hidden.dtype).float()
+
+    def top(self, row: int, count: int) -> tuple[Tensor, Tensor] | None:
+        """Tokens `[C]` of a row, ascending, with their logits `[C]` float32; no other is among the `count` largest.
+
+        None where there are too many.
+        """
+        at_least = []
+        for part, here in zip(self.screen.parts, self.scores, strict=True):
+            lowest = torch.sub(here[row], part.error, alpha=float(self.size[row]))
+            at_least.append(lowest.topk(min(count, lowest.numel())).values)
+        every = torch.cat(at_least)
+        least = every.topk(min(count, every.numel())).values[-1] - 2 * self.slack[row]
+        least = least - least.abs() * 4 * torch.finfo(self.hidden.dtype).eps
+        _, tokens = self._candidates(least.view(1, 1), slice(row, row + 1))
+        if len(tokens) > _MOST_CANDIDATES * max(count, _FEW):
+            return None
+        return tokens, self._exact(row, tokens)
+
+    def holds(self, logits: Tensor) -> bool:
+        """Whether logits `[K, V]` of the full product lie within the bounds, up to their own rounding."""
+        rounding = 64 * torch.finfo(logits.dtype).eps * logits.abs().amax(1, keepdim=True)
+        missed = (logits.float() - torch.cat(self.scores, 1) * self.largest).abs()
+        bound = torch.cat([part.error for part in self.screen.parts]) * self.size + self.slack
+        return bool((missed <= bound * self.largest + rounding).all())
+
+    def _leaders(self) -> tuple[Tensor, Tensor]:
+        """Of each row the token with the largest score: `[K]` rows, `[K]` tokens."""
+        where = torch.stack([part.amax(1) for part in self.scores]).argmax(0).tolist()
+        tokens = [self.screen.parts[i].first + int(self.scores[i][row].argmax()) for row, i in enumerate(where)]
+        return torch.arange(len(where)), torch.tensor(tokens)
+
+    def _candidates(self, least: Tensor, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Rows and tokens `[C]` each whose logit may be `least` `[K, 1]`, less the slack, in the order of tokens."""
+        found = []
+        for part, here in zip(self.screen.parts, self.scores, strict=True):
+            of, tokens = torch.addcmul(here[rows], self.size[rows], part.error).ge_(least).nonzero(as_tuple=True)
+            found.append((of, tokens + part.first))
+        return torch.cat([of for of, _ in found]), torch.cat([tokens for _, tokens in found])
 
 
 def _balance(weight: Tensor, sizes: Tensor | None) -> Tensor:

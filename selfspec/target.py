@@ -23,6 +23,7 @@ from selfspec.errors import UnsupportedGeneration, UnsupportedModel
 from selfspec.few_rows import FewRowsLayers
 from selfspec.masks import as_attention_mask, block_diagonal, tree_positions, visible, visible_again, visible_line
 from selfspec.output_head import FewRowsHead
+from selfspec.screen import Screened
 from selfspec.support import refuse_unsupported, takes_positions, why_chain_only
 from selfspec.taps import Taps
 from selfspec.target_parts import TargetParts
@@ -52,6 +53,15 @@ class TargetOutput:
     def logits(self) -> Tensor:
         """`[B, N, V]` in the model's dtype (`[B, 1, V]` after a prefill: the last token of each row)."""
         return self.scored if isinstance(self.scored, Tensor) else self.scored.logits()
+
+    @cached_property
+    def screened(self) -> Screened | None:
+        """What tokens can be drawn from without the logits, of all nodes (node n of row b at b * N + n), or None."""
+        return None if isinstance(self.scored, Tensor) else self.scored.head.screened(self.scored.hidden)
+
+    def finished(self, raw: Tensor) -> Tensor:
+        """What the model makes of the output head's values."""
+        return raw if isinstance(self.scored, Tensor) else self.scored.finish(raw)
 
     def likeliest(self) -> Tensor | None:
         """`[B, N]` int64, argmax of the logits, where it is had without making them; else None."""

@@ -40,6 +40,17 @@ class TorchChance:
         """See Chance."""
         return float(torch.rand((), generator=self.generator, device=self.device)) < probability
 
+    def numbers(self, count: int) -> Tensor:
+        """`[count]` float64, uniform in [0, 1), on the CPU."""
+        return torch.rand(count, generator=self.generator, device=self.device, dtype=wide(self.device)).double().cpu()
+
+
+class NodeTokens(Protocol):
+    """The target's own tokens at nodes of the tree."""
+
+    def __call__(self, rows: list[int], paths: list[list[int]]) -> list[int]:
+        """One token at the last node of each row's path (node indices, the root first)."""
+
 
 class NodeScores(Protocol):
     """Processed scores of the target at nodes of the tree."""

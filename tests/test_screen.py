@@ -5,25 +5,32 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from scipy.stats import chi2
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
+from transformers.generation import logits_process as lp
 
-from selfspec import likeliest
+from selfspec import likeliest, screen
+from selfspec.drawing import draw, draw_often
+from selfspec.draws import ScreenedDraws, drawable
 from selfspec.inference.patch import patch, unpatch
 from selfspec.likeliest import Likeliest
 from selfspec.output_head import FewRowsHead
-from selfspec.screen import Screen, _digits
+from selfspec.screen import Screen, Screened, _digits
 from selfspec.target import Target
+from selfspec.walk import TorchChance
 
 pytestmark = pytest.mark.skipif(
     not Screen.applies(torch.empty(1, 1).expand(40_000, 1)), reason="no kernels for bytes on this processor"
 )
 WIDTH, VOCAB = 24, 40_000
+DRAWS = 1500
 
 
 def weights(seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -42,6 +49,11 @@ def states(rows: int, seed: int = 1) -> Tensor:
     return hidden * torch.logspace(-3, 3, rows).unsqueeze(1)
 
 
+def likeliest_of(made: Screen, hidden: Tensor) -> Tensor | None:
+    screened = made(hidden)
+    return None if screened is None else screened.likeliest()
+
+
 def exact(weight: Tensor, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
     """Logits by float64, as the judge."""
     logits = hidden.double() @ weight.double().t()
@@ -55,7 +67,7 @@ def test_it_finds_the_largest(dtype: torch.dtype, rows: int, biased: bool) -> No
     weight, hidden = weights(dtype=dtype), states(rows).to(dtype)
     bias = torch.randn(VOCAB, generator=torch.Generator().manual_seed(2)).to(dtype) if biased else None
     wanted = exact(weight, hidden, bias).float().to(dtype).argmax(1)
-    found = Screen(weight, bias, hidden.float().square().mean(0).sqrt())(hidden)
+    found = likeliest_of(Screen(weight, bias, hidden.float().square().mean(0).sqrt()), hidden)
     assert found is not None and torch.equal(found, wanted)
 
 
@@ -63,14 +75,14 @@ def test_it_finds_the_largest(dtype: torch.dtype, rows: int, biased: bool) -> No
 def test_the_bound_holds_for_every_token(balanced: bool) -> None:
     """The inequality of the module, term by term, in float64, on scores as the kernel gives them."""
     weight, hidden = weights(), states(16)
-    screen = Screen(weight, None, states(99).abs().mean(0) if balanced else None)
-    hidden, weight = hidden * screen.balance, weight / screen.balance
+    made = Screen(weight, None, states(99).abs().mean(0) if balanced else None)
+    hidden, weight = hidden * made.balance, weight / made.balance
     unit = hidden / hidden.abs().amax(1, keepdim=True)
     digits, left = _digits(unit)
-    scores = torch.cat([screen._scores(part, digits, None) for part in screen.parts], 1).double()
-    errors = torch.cat([part.error for part in screen.parts]).double()
+    scores = torch.cat([made._scores(part, digits, None) for part in made.parts], 1).double()
+    errors = torch.cat([part.error for part in made.parts]).double()
     size = unit.double().norm(dim=1, keepdim=True)
-    bound = errors * (size + left) + screen.norm * (left + 2.0**-16 * size)
+    bound = errors * (size + left) + made.norm * (left + 2.0**-16 * size)
     missed = (exact(weight, unit) - scores).abs()
     assert (missed <= bound).all()
     assert missed.max() > 1e-3 * bound.max(), "a bound that is never approached says nothing"
@@ -82,7 +94,7 @@ def test_tokens_that_tie_are_taken_as_argmax_takes_them() -> None:
         best = int(exact(weight, hidden).argmax())
         weight[[11, 39_000]] = weight[best].clone()
         assert int(exact(weight, hidden).float().argmax()) == min(11, best)
-        assert int(Screen(weight, None)(hidden)) == min(11, best)  # type: ignore[arg-type]
+        assert int(likeliest_of(Screen(weight, None), hidden)) == min(11, best)  # type: ignore[arg-type]
 
 
 def test_a_runner_up_within_the_error_of_a_byte_is_still_told_apart() -> None:
@@ -93,7 +105,7 @@ def test_a_runner_up_within_the_error_of_a_byte_is_still_told_apart() -> None:
         near = weight[token].clone()
         near[0] += 1e-5 * near.abs().max() * (1 if hidden[0, 0] > 0 else -1)
         weight[other] = near
-        assert int(Screen(weight, None)(hidden)) == int(exact(weight, hidden).argmax()) == other  # type: ignore[arg-type]
+        assert int(likeliest_of(Screen(weight, None), hidden)) == int(exact(weight, hidden).argmax()) == other  # type: ignore[arg-type]
         weight[other] = 0
 
 
@@ -101,9 +113,9 @@ def test_a_runner_up_within_the_error_of_a_byte_is_still_told_apart() -> None:
 def test_what_it_cannot_tell_it_leaves_to_all_logits(value: float) -> None:
     hidden = states(2)
     hidden[1] = value
-    assert Screen(weights(), None)(hidden) is None
+    assert likeliest_of(Screen(weights(), None), hidden) is None
     flat = torch.ones(VOCAB, WIDTH)
-    assert Screen(flat, None)(states(1)) is None, "all tokens are candidates"
+    assert likeliest_of(Screen(flat, None), states(1)) is None, "all tokens are candidates"
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), 1e-30, 1e30])
@@ -112,32 +124,32 @@ def test_sizes_of_channels_change_no_result(value: float) -> None:
     weight, hidden = weights(), states(3)
     sizes = states(9).abs().mean(0)
     sizes[7] = value
-    found = Screen(weight, None, sizes)(hidden)
+    found = likeliest_of(Screen(weight, None, sizes), hidden)
     assert found is None or torch.equal(found, exact(weight, hidden).argmax(1))
 
 
 def test_balanced_channels_leave_fewer_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, hidden = weights(), states(8)
     counted: list[int] = []
-    found = Screen._candidates
+    found = Screened._candidates
 
     def count(*arguments: Any) -> Any:
         rows, tokens = found(*arguments)
         counted.append(len(rows))
         return rows, tokens
 
-    monkeypatch.setattr(Screen, "_candidates", count)
+    monkeypatch.setattr(Screened, "_candidates", count)
     for sizes in (None, hidden.div(hidden.norm(dim=1, keepdim=True)).square().mean(0).sqrt()):
-        Screen(weight, None, sizes)(hidden)
+        likeliest_of(Screen(weight, None, sizes), hidden)
     assert counted[1] < counted[0]
 
 
 def test_it_sees_that_weights_have_changed() -> None:
     weight = weights()
-    screen = Screen(weight, None)
-    assert not screen.outdated
+    made = Screen(weight, None)
+    assert not made.outdated
     weight.data[17, 3] += 1e-3
-    assert screen.outdated
+    assert made.outdated
 
 
 def let_it_pay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,8 +208,9 @@ def test_a_head_that_needs_all_logits_too_often_is_given_up(monkeypatch: pytest.
 
 def test_a_wrong_kernel_is_noticed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     made = ready(weights(), monkeypatch)
-    monkeypatch.setattr(Screen, "__call__", lambda self, hidden: torch.zeros(len(hidden), dtype=torch.long))
-    assert made(states(3)) is None and made.useless
+    right = Screen._scores
+    monkeypatch.setattr(Screen, "_scores", lambda self, part, *given: right(self, part, *given).roll(1, 1))
+    assert made(states(3)) is None and made.useless and made.screened(states(3)) is None
     assert "wrong on this processor" in caplog.text
 
 
@@ -291,3 +304,155 @@ def test_a_copy_of_a_head_starts_without() -> None:
     head.prepare()
     head.likeliest(states(2).unsqueeze(0))
     assert copy.deepcopy(head).likeliest(states(2).unsqueeze(0)) is None
+
+
+# Draws
+
+
+def test_many_numbers_at_once_draw_what_one_would() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for size in (1, 3, 511, 512, 513, 40_000):
+        values = torch.rand(size, generator=generator) * (torch.rand(size, generator=generator) < 0.3)
+        values[size // 2] = 0.5
+        numbers = torch.cat([torch.rand(200, generator=generator, dtype=torch.float64), torch.tensor([0.0, 1 - 1e-16])])
+        found = draw_often(values, numbers)
+        assert torch.equal(found, draw(values.expand(len(numbers), -1), numbers))
+        assert (values[found] > 0).all()
+
+
+def few_likely(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A weight and a state under which some ten tokens share most of the probability, the rest being spread thin."""
+    weight, hidden = weights(seed), torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(9))
+    hidden *= 4.0 / float(exact(weight, hidden).std())
+    weight[100:110] = weight[int(exact(weight, hidden).argmax())] * torch.linspace(0.9, 1.0, 10).unsqueeze(1)
+    return weight, hidden
+
+
+def p_value(counts: Tensor, p: Tensor) -> float:
+    """Of a chi-square test; tokens that are expected fewer than 20 times are taken together."""
+    expected = p * counts.sum()
+    rare = expected < 20
+    seen = torch.cat([counts[~rare].double(), counts[rare].sum().double().view(1)])
+    wanted = torch.cat([expected[~rare], expected[rare].sum().view(1)])
+    return float(chi2.sf(float(((seen - wanted) ** 2 / wanted).sum()), len(wanted) - 1))
+
+
+@pytest.mark.parametrize(("temperature", "known"), [(0.5, 1), (1.0, 128), (1.5, 1)])
+def test_draws_have_the_distribution_of_the_softmax(
+    temperature: float, known: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A right implementation fails here in one of a million runs, and the seed is fixed."""
+    monkeypatch.setattr(screen, "_KNOWN", known)
+    monkeypatch.setattr(screen, "_MOST_TRIES", 1000)
+    weight, hidden = few_likely()
+    p = (exact(weight, hidden)[0] / temperature).softmax(0)
+    screened = Screen(weight, None)(hidden)
+    assert screened is not None
+    chance = TorchChance(torch.Generator().manual_seed(3), torch.device("cpu"))
+    counts = torch.zeros(VOCAB)
+    for _ in range(DRAWS):
+        token = screened.draw(0, temperature, chance.numbers)
+        assert token is not None
+        counts[token] += 1
+    assert (p * DRAWS >= 20).sum() >= 5
+    assert p_value(counts, p) > 1e-6
+    assert p_value(counts, (exact(weight, hidden)[0] / (1.2 * temperature)).softmax(0)) < 1e-6, "the test has teeth"
+
+
+def test_what_is_proposed_is_never_less_likely_than_the_token() -> None:
+    weight, hidden = weights(), states(4)
+    screened = Screen(weight, None, states(9).abs().mean(0))(hidden)
+    assert screened is not None
+    for row in range(4):
+        assert (screened._most(row).double() >= exact(weight, hidden)[row]).all()
+
+
+def test_after_many_refusals_all_logits_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen, "_KNOWN", 1)
+    weight, hidden = few_likely()
+    made = Screen(weight, None)(hidden)
+    assert made is not None
+    screened = replace(made, slack=made.slack + 1e3)
+    assert screened.draw(0, 1.0, TorchChance(torch.Generator().manual_seed(0), torch.device("cpu")).numbers) is None
+
+
+LISTS: dict[str, list[Any]] = {
+    "top-k": [lp.TopKLogitsWarper(5)],
+    "all of them": [
+        lp.TemperatureLogitsWarper(0.7),
+        lp.TopKLogitsWarper(50),
+        lp.TopPLogitsWarper(0.8),
+        lp.MinPLogitsWarper(0.01),
+        lp.TypicalLogitsWarper(0.9),
+        lp.EpsilonLogitsWarper(1e-3),
+        lp.EtaLogitsWarper(1e-3),
+    ],
+    "temperature last": [lp.TopKLogitsWarper(20), lp.TemperatureLogitsWarper(1.4)],
+    "more than there are": [lp.TopKLogitsWarper(300)],
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_candidates_leave_the_distribution_that_all_logits_leave(name: str, dtype: torch.dtype) -> None:
+    processors = LogitsProcessorList(LISTS[name])
+    assert drawable(processors)
+    weight, hidden = weights(dtype=dtype), torch.cat([few_likely()[1], states(2)]).to(dtype)
+    screened = Screen(weight, None)(hidden)
+    assert screened is not None
+    nothing: Any = torch.zeros(1, 1, dtype=torch.long)
+    count = next(p.top_k for p in processors if isinstance(p, lp.TopKLogitsWarper))
+    for row in range(3):
+        logits = exact(weight, hidden)[row].float().to(dtype).float()
+        wanted = processors(nothing, logits.unsqueeze(0).clone()).softmax(-1)[0]
+        found = screened.top(row, count)
+        assert found is not None and len(found[0]) < VOCAB / 2
+        p = torch.zeros(VOCAB).index_put_((found[0],), processors(nothing, found[1].unsqueeze(0)).softmax(-1)[0])
+        assert torch.equal(p > 0, wanted > 0) and torch.allclose(p, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "processors",
+    [
+        [lp.TopPLogitsWarper(0.9)],
+        [lp.MinPLogitsWarper(0.1), lp.TopKLogitsWarper(5)],
+        [lp.TopKLogitsWarper(5), lp.RepetitionPenaltyLogitsProcessor(1.1)],
+        [lp.SuppressTokensLogitsProcessor([3]), lp.TopKLogitsWarper(5)],
+    ],
+)
+def test_processors_that_want_all_logits(processors: list[Any]) -> None:
+    assert not drawable(LogitsProcessorList(processors))
+
+
+@pytest.mark.parametrize("options", [{"top_k": 50}, {"top_k": 0, "temperature": 0.8}, {"top_k": 20, "top_p": 0.9}])
+def test_a_seed_repeats_its_text_and_a_top_k_gives_the_text_of_all_logits(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy is made in the first call; later calls have it already. Short texts never ask for it."""
+    model = wide_model()
+    prompt = torch.randint(2, VOCAB, (2, 9), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones_like(prompt)
+    asked: list[int] = []
+    draw_one = ScreenedDraws._at
+    monkeypatch.setattr(ScreenedDraws, "_at", lambda self, *at: asked.append(1) or draw_one(self, *at))
+
+    def text(length: int) -> Tensor:
+        torch.manual_seed(7)
+        return model.generate(
+            prompt, attention_mask=mask, pad_token_id=0, max_new_tokens=length, do_sample=True, **options
+        )
+
+    patch(model, {"kind": "lookup"}, guard=False)
+    first = text(100)
+    assert asked and torch.equal(first, text(100))
+    asked.clear()
+    short = text(20)
+    assert not asked
+    with monkeypatch.context() as without:
+        without.setattr(Screen, "applies", staticmethod(lambda weight: False))
+        patch(model, {"kind": "lookup"}, guard=False)
+        plain = text(100)
+        assert not asked
+        assert torch.equal(text(20), short)
+    unpatch(model)
+    assert torch.equal(plain, first) == bool(options["top_k"])
