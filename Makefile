@@ -13,10 +13,10 @@ export TOKENIZERS_PARALLELISM := false
 export GOMP_SPINCOUNT := 20000
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test lint types unit format test-real demo demo-small bench package clean
+.PHONY: help venv test lint types unit format test-real test-processes demo demo-small bench package clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-15s %s\n", $$1, $$2 }'
 
 venv: $(STAMP) ## create .venv, or bring it up to date
 
@@ -46,6 +46,9 @@ format: $(STAMP) ## let ruff rewrite the files
 
 test-real: $(STAMP) ## tests on the real small model
 	$(BIN)/pytest -m "real and not gpu and not nightly" $(ARGS)
+
+test-processes: $(STAMP) ## two processes train like one
+	$(BIN)/pytest -m nightly tests/test_train_processes.py -k two_processes $(ARGS)
 
 demo: $(STAMP) ## train heads on the real small model and compare; ARGS="--help" lists its options
 	$(BIN)/selfspec demo $(ARGS)

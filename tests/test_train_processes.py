@@ -1,4 +1,4 @@
-"""Two processes on CPU train like one, under every strategy: `pytest -m nightly`, about 20 s each.
+"""Two processes on CPU train like one, under every strategy: about 20 s each. `make test-processes` runs the first.
 
 Run by torchrun, this file is one of the processes.
 """
@@ -95,6 +95,7 @@ def compare(strategy: str, tmp_path: Path, *more: str) -> None:
     assert found["resumed_equal"]
 
 
+@pytest.mark.nightly
 def test_two_processes_train_like_one(tmp_path: Path) -> None:
     compare("ddp", tmp_path)
 
