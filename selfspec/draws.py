@@ -5,6 +5,7 @@ Letters: C candidates, N tree nodes.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ _LOOK_AT_WHAT_IS_LEFT = (
 def drawable(processors: LogitsProcessorList) -> bool:
     """Whether a token can be drawn under these processors without all logits.
 
-    That is: a temperature and nothing else, or a top-k which all others follow that look at what it has left.
+    That is: temperatures and nothing else, or a top-k which all others follow that look at what it has left.
     """
     kinds = [type(processor) for processor in processors if type(processor) is not lp.TemperatureLogitsWarper]
     return not kinds or (kinds[0] is lp.TopKLogitsWarper and all(kind in _LOOK_AT_WHAT_IS_LEFT for kind in kinds))
@@ -55,8 +56,7 @@ class ScreenedDraws:
     ) -> None:
         self.out, self.screened, self.nodes, self.processors, self.chance = out, screened, nodes, processors, chance
         self.top_k = next((p.top_k for p in processors if type(p) is lp.TopKLogitsWarper), None)
-        scale = float(out.finished(torch.ones(())))
-        self.temperature = next((1.0 * p.temperature for p in processors), 1.0) / scale if self.top_k is None else 1.0
+        self.temperature = math.prod(p.temperature for p in processors) if self.top_k is None else 1.0
 
     def __call__(self, rows: list[int], paths: list[list[int]]) -> list[int]:
         """A token for each row, at the last node of its path."""
@@ -65,13 +65,13 @@ class ScreenedDraws:
     def _at(self, row: int, node: int) -> int:
         place = row * self.nodes + node
         if self.top_k is None:
-            token = self.screened.draw(place, self.temperature, self.chance.numbers)
+            token = self.screened.draw(place, self.temperature, self.chance.numbers, self.out.finished)
             return self._picked(self.out.logits[row, node]) if token is None else token
-        found = self.screened.top(place, self.top_k)
+        found = self.screened.top(place, self.top_k, self.out.finished)
         if found is None:
             return self._picked(self.out.logits[row, node])
         tokens, logits = found
-        index = self._picked(self.out.finished(logits))
+        index = self._picked(logits)
         return index if index == NO_TOKEN else int(tokens[index])
 
     def _picked(self, scores: Tensor) -> int:

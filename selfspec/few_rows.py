@@ -15,6 +15,7 @@ Letters: K rows, D inputs, O outputs.
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,9 @@ _SMALLEST = 2**17
 _MOST_ROWS = 16
 _BLOCK = 4
 _TRIES = 7
+
+INSTALLING = threading.Lock()
+"""Held while layers are replaced, so that calls that come at once replace them once and know what they replaced."""
 
 _FEW_ROWS: ContextVar[bool] = ContextVar("selfspec_few_rows", default=False)
 

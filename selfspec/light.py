@@ -42,20 +42,25 @@ class LightProduct:
 
     def __init__(self) -> None:
         self._packed: Any = None
-        self._of: tuple[int, int] | None = None
+        self._of: list[tuple[int, int]] = []
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`[..., D]`, `[V, D]` and `[V]` to `[..., V]`."""
-        of = (weight.data_ptr(), weight._version)
+        of = [_state(held) for held in (weight, bias) if held is not None]
         if self._of != of:
             self._packed, _ = packed(weight.detach(), None if bias is None else bias.detach())
             self._of = of
         found: Tensor = torch.ops.quantized.linear_dynamic(x, self._packed, True)
         return found
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LightProduct:
+    def __reduce__(self) -> tuple[Any, ...]:
         """A copy of a head packs its own weights."""
-        return LightProduct()
+        return LightProduct, ()
+
+
+def _state(held: Tensor) -> tuple[int, int]:
+    """What changes with a tensor. Those made in inference mode count no versions."""
+    return held.data_ptr(), 0 if held.is_inference() else held._version
 
 
 class _LightForward:

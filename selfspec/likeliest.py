@@ -51,8 +51,17 @@ class Likeliest:
         self._squares = torch.zeros(self.weight.shape[1])
         self.useless = self._broken or not Screen.applies(self.weight)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of a model starts without."""
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a model starts without, and makes its own once that pays."""
+        return Likeliest.__new__, (Likeliest,), (self.weight, self.bias, self.product)
+
+    def __setstate__(self, given: tuple[Tensor, Tensor | None, Callable[[Tensor], Tensor]]) -> None:
+        Likeliest.__init__(self, *given)
+
+    @property
+    def draws(self) -> bool:
+        """Whether `screened` can come to answer, which does not depend on how `__call__` has fared."""
+        return not self._broken and Screen.applies(self.weight)
 
     def begin(self) -> None:
         """A text begins: forget a copy of weights that have changed since."""
@@ -87,7 +96,7 @@ class Likeliest:
 
     def screened(self, hidden: Tensor) -> Screened | None:
         """The scores of hidden states `[K, D]`, to draw from. The clock has no say in whether there are any."""
-        if self._broken or len(hidden) > _MOST_ROWS or not Screen.applies(self.weight):
+        if not self.draws or len(hidden) > _MOST_ROWS:
             return None
         with self._lock:
             if self._screen is None:

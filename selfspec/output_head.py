@@ -94,6 +94,11 @@ class FewRowsHead:
         """Whether `likeliest` can come to answer."""
         return self._likeliest is not None and not self._likeliest.useless
 
+    @property
+    def draws(self) -> bool:
+        """Whether `screened` can come to answer."""
+        return self._likeliest is not None and self._likeliest.draws
+
     def begin(self) -> None:
         """A text begins: look whether the weight has changed."""
         if self._likeliest is not None:

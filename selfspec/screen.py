@@ -48,6 +48,9 @@ _FEW = 8
 _SAMPLE = 4096
 _DAMPING = 0.05
 
+Finish = Callable[[Tensor], Tensor]
+"""Values of an output head to logits, each by itself and in the dtype it has."""
+
 
 @dataclass(frozen=True)
 class _Part:
@@ -69,8 +72,8 @@ class Screen:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Tensor | None = None) -> None:
-        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
-        self._made_of = self._checksum()
+        self._weight, self._bias = weight, bias
+        self._made_of = self._sums()
         self.balance = _balance(self.weight, sizes)
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             self.parts = list(pool.map(self._part, range(0, weight.shape[0], _PART)))
@@ -89,14 +92,26 @@ class Screen:
         )
 
     @property
+    def weight(self) -> Tensor:
+        """W as it is now: a parameter may be given other storage (`.data = `, `model.to`)."""
+        return self._weight.detach()
+
+    @property
+    def bias(self) -> Tensor | None:
+        """`[V]` or None, as it is now."""
+        return None if self._bias is None else self._bias.detach()
+
+    @property
     def outdated(self) -> bool:
         """Whether W is not what the copy was made of. Reads all of it, as a pass of the model does."""
-        return self._checksum() != self._made_of
+        pairs = zip(self._sums(), self._made_of, strict=True)
+        return not all(torch.equal(now, before) for now, before in pairs)
 
-    def _checksum(self) -> list[int]:
-        """Sums of the bytes as integers, in which the order of adding does not matter."""
-        held = [self.weight] if self.bias is None else [self.weight, self.bias]
-        return [int(_as_integers(tensor).sum()) for tensor in held]
+    def _sums(self) -> list[Tensor]:
+        """`[V]` sums of the bytes of each row as integers, in which the order of adding does not matter."""
+        bias = self.bias
+        held = [self.weight] if bias is None else [self.weight, bias.unsqueeze(1)]
+        return [_as_integers(tensor).sum(1) for tensor in held]
 
     def _part(self, first: int) -> _Part:
         rows = self.weight[first : first + _PART].float() / self.balance
@@ -162,7 +177,9 @@ class Screened:
         logits = self.screen.exact(self.hidden, rows, tokens).to(self.hidden.dtype)
         return _first_largest(logits, rows, tokens, len(self.hidden))
 
-    def draw(self, row: int, temperature: float, numbers: Callable[[int], Tensor]) -> int | None:
+    def draw(
+        self, row: int, temperature: float, numbers: Callable[[int], Tensor], finish: Finish = torch.positive
+    ) -> int | None:
         """A token drawn from softmax(logits / temperature) of a row, by rejection (von Neumann 1951).
 
         With u the largest that logits can be by the bound, a token proposed from softmax(u / temperature) is taken with
@@ -173,34 +190,37 @@ class Screened:
             row: of K.
             temperature: above 0.
             numbers: gives so many uniform numbers, `[count]` float64.
+            finish: what the model makes of the output head's values; keeps their order.
 
         Returns:
             None after many refusals. What was refused says nothing about a draw made in another way then.
         """
-        upper = self._most(row)
+        upper = self._most(row, finish)
         known = upper.topk(_KNOWN).indices
-        upper[known] = self._exact(row, known)
+        upper[known] = self._exact(row, known, finish)
         weights = ((upper - upper.max()) / temperature).exp_()
         for _ in range(_MOST_TRIES):
             places, coins = numbers(2 * _PROPOSALS).chunk(2)
             proposed = draw_often(weights, places)
-            short = (self._exact(row, proposed) - upper[proposed]) / temperature
+            short = (self._exact(row, proposed, finish) - upper[proposed]) / temperature
             taken = (coins < short.exp()).nonzero()
             if len(taken):
                 return int(proposed[taken[0, 0]])
         return None
 
-    def _most(self, row: int) -> Tensor:
-        """`[V]` float32, what the logits of a row are at most."""
+    def _most(self, row: int, finish: Finish = torch.positive) -> Tensor:
+        """`[V]` float32, what the logits of a row are at most, as the model's dtype holds them."""
         parts = zip(self.screen.parts, self.scores, strict=True)
         most = torch.cat([torch.add(here[row], part.error, alpha=float(self.size[row])) for part, here in parts])
-        return most.add_(self.slack[row]).mul_(self.largest[row])
+        most = finish(most.add_(self.slack[row]).mul_(self.largest[row]))
+        return most.add(most.abs(), alpha=2 * torch.finfo(self.hidden.dtype).eps)
 
-    def _exact(self, row: int, tokens: Tensor) -> Tensor:
+    def _exact(self, row: int, tokens: Tensor, finish: Finish) -> Tensor:
         """Logits `[C]` float32 of some tokens of a row, as the model's dtype holds them."""
-        return self.screen.exact(self.hidden, torch.full_like(tokens, row), tokens).to(self.hidden.dtype).float()
+        raw = self.screen.exact(self.hidden, torch.full_like(tokens, row), tokens)
+        return finish(raw.to(self.hidden.dtype)).float()
 
-    def top(self, row: int, count: int) -> tuple[Tensor, Tensor] | None:
+    def top(self, row: int, count: int, finish: Finish = torch.positive) -> tuple[Tensor, Tensor] | None:
         """Tokens `[C]` of a row, ascending, with their logits `[C]` float32; no other is among the `count` largest.
 
         None where there are too many.
@@ -215,7 +235,7 @@ class Screened:
         _, tokens = self._candidates(least.view(1, 1), slice(row, row + 1))
         if len(tokens) > _MOST_CANDIDATES * max(count, _FEW):
             return None
-        return tokens, self._exact(row, tokens)
+        return tokens, self._exact(row, tokens, finish)
 
     def holds(self, logits: Tensor) -> bool:
         """Whether logits `[K, V]` of the full product lie within the bounds, up to their own rounding."""
@@ -275,7 +295,7 @@ def _first_largest(logits: Tensor, rows: Tensor, tokens: Tensor, count: int) -> 
 
 
 def _as_integers(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor as int64, or as int16 where they do not fit."""
-    flat = tensor.contiguous().view(-1)
-    whole = flat.numel() * flat.element_size() % 8 == 0
-    return flat.view(torch.int64 if whole else torch.int16)
+    """The bytes of each row of a matrix as int64, or as int16 where they do not fit."""
+    rows, size = tensor.contiguous(), tensor.element_size()
+    whole = rows.shape[1] * size % 8 == 0 and rows.storage_offset() * size % 8 == 0
+    return rows.view(torch.int64 if whole else torch.int16)

@@ -20,7 +20,7 @@ from selfspec.cache import SlotCache, Slots
 from selfspec.draft import Needs
 from selfspec.draft_pass import DraftPasses, resume
 from selfspec.errors import UnsupportedGeneration, UnsupportedModel
-from selfspec.few_rows import FewRowsLayers
+from selfspec.few_rows import INSTALLING, FewRowsLayers
 from selfspec.masks import as_attention_mask, block_diagonal, tree_positions, visible, visible_again, visible_line
 from selfspec.output_head import FewRowsHead
 from selfspec.screen import Screened
@@ -32,7 +32,8 @@ from selfspec.versions import check_version
 from selfspec.wrapped import is_compiled
 
 _PROBE = (8, 64)
-_NEAR = 1000
+_NEAR, _NEAR_AT_MOST = 1000, 2.0**-6
+"""How far two forms of one product may be apart: so many roundings, or two of bfloat16."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +137,12 @@ class Target(TargetParts):
         head = None if self.chain_only else self._head_for_few_rows()
         return head is not None and head.screens
 
+    @property
+    def draws(self) -> bool:
+        """Whether tokens may be drawn without all logits, see `TargetOutput.screened`."""
+        head = None if self.chain_only else self._head_for_few_rows()
+        return head is not None and head.draws
+
     def screen(self) -> None:
         """Do so from now on, where it is faster; otherwise it begins once a text is long enough to pay for it."""
         head = None if self.chain_only else self._head_for_few_rows()
@@ -232,9 +239,10 @@ class Target(TargetParts):
 
     def few_rows(self) -> AbstractContextManager[None]:
         """Passes in this block are over few tokens and may use faster forms of the same products."""
-        if self._layers is None:
-            self._layers = FewRowsLayers([] if is_compiled(self.model) else hf.decoder_of(self.model).modules())
-        return self._layers.used()
+        with INSTALLING:
+            if self._layers is None:
+                self._layers = FewRowsLayers([] if is_compiled(self.model) else hf.decoder_of(self.model).modules())
+            return self._layers.used()
 
     def _finish(self, tree: DraftTree, cache: SlotCache, needs: Needs) -> Computed | None:
         """What the draft has computed of the tree, for all nodes; None when it must be computed in full."""
@@ -285,16 +293,17 @@ class Target(TargetParts):
         weight = self.output_weight()
         if not FewRowsHead.applies(weight) or not self._calls_nothing_else():
             return None
-        if self._few_rows is None or self._few_rows.weight is not weight:
+        bias = getattr(self._output_head(), "bias", None)
+        if self._few_rows is None or self._few_rows.weight is not weight or self._few_rows.bias is not bias:
             assert weight is not None
-            head = FewRowsHead(weight, getattr(self._output_head(), "bias", None), screened=self.keeps_order)
+            head = FewRowsHead(weight, bias, screened=self.keeps_order)
             probe = torch.zeros(1, 1, dtype=torch.long)
             wanted = self.model(input_ids=probe, use_cache=False).logits
             hidden = self._last_hidden(probe, use_cache=False)
             if hidden.shape[-1] == weight.shape[-1]:  # some models have a layer between the two
                 found = self.finish_logits(head(hidden))
                 largest = float(wanted.abs().max())  # NaN in a broken model, whose own head is then asked
-                near = _NEAR * torch.finfo(wanted.dtype).eps
+                near = min(_NEAR * torch.finfo(wanted.dtype).eps, _NEAR_AT_MOST)
                 head.trusted = largest >= 0 and torch.allclose(found, wanted, rtol=near, atol=near * largest)
             self._few_rows = head
         return self._few_rows if self._few_rows.trusted else None

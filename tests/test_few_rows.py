@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -91,6 +92,19 @@ def test_text_is_exact_and_the_model_gets_its_layers_back(model: LlamaForCausalL
     assert blocks_win and set(blocks_win) <= set(range(2, 17))
     assert not is_wrapped(model), "such layers do nothing by themselves"
     unpatch(model)
+    assert not any("forward" in vars(part) for part in model.modules())
+
+
+def test_calls_that_come_at_once_leave_nothing_behind(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them would replace some of the layers, and only one would give them back."""
+    target, applies = Target(model), few_rows._applies
+    monkeypatch.setattr(few_rows, "_applies", lambda weight: time.sleep(0.01) or applies(weight))
+    threads = [threading.Thread(target=target.few_rows) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    target.release()
     assert not any("forward" in vars(part) for part in model.modules())
 
 

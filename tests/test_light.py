@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,26 @@ def test_a_weight_that_changes_is_packed_anew() -> None:
     weight.mul_(2)
     assert product(x, weight, None)[0, 0] == pytest.approx(2 * SIZE, rel=0.01)
     assert product(x, weight.clone().mul_(2), None)[0, 0] == pytest.approx(4 * SIZE, rel=0.01)
+
+
+def test_a_bias_that_changes_is_packed_anew() -> None:
+    weight, bias, x = torch.ones(300, SIZE), torch.zeros(300), torch.ones(1, SIZE)
+    product = LightProduct()
+    product(x, weight, bias)
+    assert product(x, weight, bias + 100)[0, 0] == pytest.approx(SIZE + 100, rel=0.01)
+
+
+def test_weights_made_in_inference_mode_count_no_versions() -> None:
+    with torch.inference_mode():
+        weight, x = torch.ones(300, SIZE), torch.ones(1, SIZE)
+        assert LightProduct()(x, weight, None)[0, 0] == pytest.approx(SIZE, rel=0.01)
+
+
+def test_a_product_can_be_copied_and_sent() -> None:
+    product, weight, x = LightProduct(), torch.ones(300, SIZE), torch.ones(1, SIZE)
+    wanted = product(x, weight, None)
+    for copied in (copy.deepcopy(product), pickle.loads(pickle.dumps(product))):
+        assert torch.equal(copied(x, weight, None), wanted)
 
 
 @pytest.mark.parametrize("kind", HEADS)

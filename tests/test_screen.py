@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
+import pickle
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,18 +15,19 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import chi2
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 from transformers.generation import logits_process as lp
 
 from selfspec import likeliest, screen
 from selfspec.drawing import draw, draw_often
 from selfspec.draws import ScreenedDraws, drawable
+from selfspec.inference.guard.measure import measure
 from selfspec.inference.patch import patch, unpatch
 from selfspec.likeliest import Likeliest
 from selfspec.output_head import FewRowsHead
-from selfspec.screen import Screen, Screened, _digits
-from selfspec.target import Target
+from selfspec.screen import Screen, Screened, _as_integers, _digits
+from selfspec.target import Target, TargetOutput
 from selfspec.walk import TorchChance
 
 pytestmark = pytest.mark.skipif(
@@ -152,6 +156,39 @@ def test_it_sees_that_weights_have_changed() -> None:
     assert made.outdated
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: weight.data.copy_(weight.data.flip(0)),
+        lambda weight: setattr(weight, "data", weights(seed=5)),
+        lambda weight: setattr(weight, "data", weight.data.to(torch.bfloat16)),
+    ],
+    ids=["rows in another order", "other storage", "another dtype"],
+)
+def test_it_sees_however_they_change(change: Callable[[nn.Parameter], Any]) -> None:
+    weight = nn.Parameter(weights())
+    made = Screen(weight, None)
+    assert not made.outdated
+    change(weight)
+    assert made.outdated and made.weight.data_ptr() == weight.data_ptr()
+
+
+def test_it_sees_that_a_bias_has_changed() -> None:
+    bias = nn.Parameter(torch.arange(VOCAB).float())
+    made = Screen(weights(), bias)
+    assert not made.outdated
+    bias.data = bias.data.flip(0)
+    assert made.outdated
+
+
+@pytest.mark.parametrize("width", [3, 24])
+def test_weights_that_are_parts_of_others_are_summed(width: int) -> None:
+    held = torch.ones(40, width + 2)
+    assert torch.equal(_as_integers(held[1:, 1:-1]).sum(1), _as_integers(torch.ones(39, width)).sum(1))
+    flat = torch.ones(1 + 40 * width)[1:].view(40, width)
+    assert (_as_integers(flat).sum(1) == _as_integers(flat).sum(1)[0]).all()
+
+
 def let_it_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products take longer than screens, whatever the clock says."""
     seconds = itertools.cycle([2.0, 1.0])
@@ -275,6 +312,32 @@ def test_the_guard_knows_that_sampled_rounds_cost_more(tmp_path: Path, monkeypat
     unpatch(model)
 
 
+def test_rounds_that_make_all_logits_are_measured_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn without them they would be taken for as cheap as those that need none."""
+    target = Target(wide_model())
+    assert target.screens
+    asked: list[int] = []
+    monkeypatch.setattr(Screen, "__call__", lambda self, rows: asked.append(len(rows)))
+    measure(target, [], list(range(5, 40)), rows=2, seconds=0.0, whole=True)
+    assert not asked
+
+
+def test_a_sampled_call_is_guarded_alike_after_greedy_ones_gave_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    model = wide_model()
+    prompt = torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(4))
+    patch(model, {"kind": "lookup"}, guard=True)
+    guarding, target = model.speculation.guarding, model.speculation.target
+    guarding.seconds = 0.0
+    for _ in range(2):
+        model.generate(prompt, max_new_tokens=192, do_sample=True, top_k=5)
+        target._head_for_few_rows()._likeliest.useless = True
+    assert list(guarding._tables) == [False]
+    unpatch(model)
+
+
 def test_weights_trained_between_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     model = wide_model()
     prompt = torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(4))
@@ -287,6 +350,52 @@ def test_weights_trained_between_two_calls(monkeypatch: pytest.MonkeyPatch) -> N
     unpatch(model)
     assert torch.equal(second, model.generate(prompt, max_new_tokens=30, do_sample=False))
     assert not torch.equal(first, second)
+
+
+def test_weights_put_in_the_place_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `model.to`, merged adapters and averaged weights do: the parameter stays, its storage does not."""
+    model = wide_model()
+    prompt = torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(4))
+    let_it_pay(monkeypatch)
+    patch(model, {"kind": "lookup"}, guard=False)
+    model.speculation.target.screen()
+    for changed in (weights(seed=5), weights(seed=6)):
+        model.generate(prompt, max_new_tokens=10, do_sample=False)
+        model.lm_head.weight.data = changed
+        found = model.generate(prompt, max_new_tokens=30, do_sample=False)
+        wanted = model.generate(
+            prompt, max_new_tokens=30, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+        assert torch.equal(found, wanted.sequences)
+    unpatch(model)
+    assert torch.equal(found, model.generate(prompt, max_new_tokens=30, do_sample=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_does_more_than_its_head_is_left_alone(dtype: torch.dtype) -> None:
+    """Rounding is no excuse for logits that are something else."""
+    model = wide_model().to(dtype)
+    assert Target(model).screens
+    forward = type(model).forward
+
+    @functools.wraps(forward)
+    def scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        output.logits = output.logits * 0.9
+        return output
+
+    model.__class__ = type("Scaled", (LlamaForCausalLM,), {"forward": scaled})
+    assert not Target(model).screens
+
+
+def test_a_bias_in_the_place_of_another() -> None:
+    model = wide_model()
+    model.lm_head.bias = nn.Parameter(torch.zeros(VOCAB))
+    target = Target(model)
+    assert target.screens
+    model.lm_head.bias = nn.Parameter(torch.ones(VOCAB))
+    head = target._head_for_few_rows()
+    assert head is not None and head.bias is model.lm_head.bias
 
 
 def test_soft_caps_and_negative_scales_are_not_screened() -> None:
@@ -303,7 +412,10 @@ def test_a_copy_of_a_head_starts_without() -> None:
     head = FewRowsHead(weights(), None, screened=True)
     head.prepare()
     head.likeliest(states(2).unsqueeze(0))
-    assert copy.deepcopy(head).likeliest(states(2).unsqueeze(0)) is None
+    for copied in (copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
+        assert copied.likeliest(states(2).unsqueeze(0)) is None
+        assert copied.screens and copied._likeliest.weight is copied.weight
+        assert copied.screened(states(2).unsqueeze(0)) is not None
 
 
 # Draws
@@ -365,6 +477,35 @@ def test_what_is_proposed_is_never_less_likely_than_the_token() -> None:
     assert screened is not None
     for row in range(4):
         assert (screened._most(row).double() >= exact(weight, hidden)[row]).all()
+
+
+def test_nor_less_likely_than_the_model_rounds_it() -> None:
+    """Weights that a byte holds exactly leave no other error than the rounding of the logits."""
+    weight = torch.randint(-127, 128, (VOCAB, WIDTH), generator=torch.Generator().manual_seed(0))
+    weight[:, 0] = 127
+    weight, hidden = weight.bfloat16(), states(4).bfloat16()
+    screened = Screen(weight, None)(hidden)
+    assert screened is not None
+    for row in range(4):
+        assert (screened._most(row) >= exact(weight, hidden)[row].to(torch.bfloat16).float()).all()
+
+
+def test_scaled_logits_are_rounded_as_the_model_rounds_them() -> None:
+    weight, hidden = weights(dtype=torch.bfloat16), few_likely()[1].bfloat16()
+    screened = Screen(weight, None)(hidden)
+    assert screened is not None
+    wanted = exact(weight, hidden)[0].bfloat16() / 13
+    assert (screened._most(0, lambda raw: raw / 13) >= wanted.float()).all()
+    found = screened.top(0, 5, lambda raw: raw / 13)
+    assert found is not None and torch.equal(found[1], wanted[found[0]].float())
+
+
+def test_temperatures_multiply() -> None:
+    processors = LogitsProcessorList([lp.TemperatureLogitsWarper(0.5), lp.TemperatureLogitsWarper(3.0)])
+    assert drawable(processors)
+    out: Any = TargetOutput(torch.zeros(1, 1, VOCAB))
+    chance = TorchChance(None, torch.device("cpu"))
+    assert ScreenedDraws(out, out.screened, 1, processors, chance).temperature == 1.5
 
 
 def test_after_many_refusals_all_logits_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,6 +147,7 @@ def measure(
         target.screen()
     with torch.no_grad():
         generation = Generation(target, Pick([Free(target.vocab_size), *drafts]), request, Output(request), script)
+        generation.draws = False
         generation.prefill()
         begun = time.perf_counter()
         while generation.rows and script.turns < _MOST_TURNS + settle:

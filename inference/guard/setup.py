@@ -86,7 +86,8 @@ class Guarding:
         What is not known of the machine yet is measured first.
         """
         rows = request.input_ids.shape[0]
-        whole = not ((request.wants_likeliest or request.wants_draws) and self.target.screens)
+        known = request.wants_likeliest and self.target.screens
+        whole = not (known or (request.wants_draws and self.target.draws))
         if not self.prepare(_text(request, self.target), {1, 1 << (rows - 1).bit_length()}, whole):
             return None
         return self.guard(request.do_sample, whole)
