@@ -8,9 +8,11 @@ stay: they are what is trained, saved and compared, and they are used wherever g
 from __future__ import annotations
 
 import warnings
+from math import isfinite
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 _SMALLEST, _LARGEST = 2**16, 2**26
@@ -46,6 +48,8 @@ class LightProduct:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`[..., D]`, `[V, D]` and `[V]` to `[..., V]`."""
+        if not isfinite(float(x.abs().amax())):
+            return F.linear(x, weight, bias)  # there is no range to divide; a broken row must not break the others
         of = [_state(held) for held in (weight, bias) if held is not None]
         if self._of != of:
             self._packed, _ = packed(weight.detach(), None if bias is None else bias.detach())

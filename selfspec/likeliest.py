@@ -132,15 +132,16 @@ class Likeliest:
         return self._screen is not None
 
     def _paid(self, screen: Screen, hidden: Tensor) -> bool:
-        """Whether screening so many rows is faster than the product, and finds what the product finds."""
+        """Whether screening so many rows is faster than the product."""
         size = 1 << (len(hidden) - 1).bit_length()
-        if size not in self._pays:
+        pays = self._pays  # another thread may forget it meanwhile
+        if size not in pays:
             _, full = _timed(lambda: self.product(hidden))
             found, quick = _timed(lambda: _likeliest(screen, hidden))
             if found is None:
                 return True  # counts as a miss
-            self._pays[size] = quick < full
-        return self._pays[size]
+            pays[size] = quick < full
+        return pays[size]
 
 
 def _likeliest(screen: Screen, hidden: Tensor) -> Tensor | None:

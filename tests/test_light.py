@@ -93,6 +93,14 @@ def test_a_product_can_be_copied_and_sent() -> None:
         assert torch.equal(copied(x, weight, None), wanted)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_broken_row_leaves_the_others(value: float) -> None:
+    weight, x = torch.randn(300, SIZE), torch.randn(2, SIZE)
+    x[0, 3] = value
+    found = LightProduct()(x, weight, None)
+    assert torch.allclose(found[1], x[1] @ weight.t(), atol=1.0) and found.shape == (2, 300)
+
+
 @pytest.mark.parametrize("kind", HEADS)
 def test_text_is_exact_and_guesses_are_about_the_same(kind: str, model: LlamaForCausalLM, tmp_path: Path) -> None:
     target = Target(model)
