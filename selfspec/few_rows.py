@@ -30,7 +30,9 @@ _SMALLEST = 2**17
 """Weights below which a call costs more than the product."""
 _MOST_ROWS = 16
 _BLOCK = 4
-_TRIES = 7
+_FEW_TRIES, _TRIES = 3, 8
+_CLEARLY = 1.25
+"""A form that is so much slower after a few tries is out."""
 
 INSTALLING = threading.Lock()
 """Held while layers are replaced, so that calls that come at once replace them once and know what they replaced."""
@@ -46,39 +48,59 @@ def by_rows(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
+def by_columns(x: Tensor, weight: Tensor) -> Tensor:
+    """The same product as its transpose, left in that layout."""
+    return torch.mm(weight, x.t()).t()
+
+
+def by_fours(x: Tensor, weight: Tensor) -> Tensor:
+    """The same, over columns filled up to a multiple of four."""
+    return by_columns(F.pad(x, (0, 0, 0, -len(x) % _BLOCK)), weight)[: len(x)]
+
+
 def by_blocks(x: Tensor, weight: Tensor) -> Tensor:
-    """The same product as its transpose, over columns filled up to a multiple of four."""
-    missing = -len(x) % _BLOCK
-    columns = (x if not missing else F.pad(x, (0, 0, 0, missing))).t()
-    return torch.mm(weight, columns)[:, : len(x)].t().contiguous()
+    """The same, in the usual layout."""
+    return by_fours(x, weight).contiguous()
 
 
-class _Contest:
-    """Forms of a product take turns until the faster one is known."""
+class Contest:
+    """Forms of a product take turns until the fastest one is known.
+
+    Args:
+        forms: those that take part, in place of the usual ones.
+    """
 
     forms: tuple[Product, ...] = (by_rows, by_blocks)
 
-    def __init__(self) -> None:
-        self._seconds: list[list[float]] = [[] for _ in self.forms]
+    def __init__(self, forms: tuple[Product, ...] | None = None) -> None:
+        self._left: dict[Product, list[float]] = {form: [] for form in forms or self.forms}
         self.winner: Product | None = None
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         if self.winner is not None:
             return self.winner(x, weight)
-        turn = min(range(len(self.forms)), key=lambda form: len(self._seconds[form]))
+        left = self._left
+        form = min(left, key=lambda form: len(left[form]))
         start = time.perf_counter()
-        product = self.forms[turn](x, weight)
-        self._seconds[turn].append(time.perf_counter() - start)
-        if min(map(len, self._seconds)) > _TRIES:
-            medians = [statistics.median(seconds) for seconds in self._seconds]
-            self.winner = self.forms[medians.index(min(medians))]
+        product = form(x, weight)
+        left[form].append(time.perf_counter() - start)
+        tries = min(map(len, left.values()))
+        if tries in (_FEW_TRIES, _TRIES):
+            self._drop(left, _CLEARLY if tries == _FEW_TRIES else 1.0)
         return product
+
+    def _drop(self, left: dict[Product, list[float]], factor: float) -> None:
+        medians = {form: statistics.median(seconds) for form, seconds in left.items()}
+        best = min(medians.values())
+        self._left = {form: left[form] for form, median in medians.items() if median <= factor * best}
+        if len(self._left) == 1 or factor == 1.0:
+            self.winner = min(medians, key=lambda form: medians[form])
 
 
 class FewRowsForward:
     """Stands in for the `forward` of a linear layer. An object, so that copies of the model copy it whole."""
 
-    def __init__(self, layer: nn.Linear, contests: dict[tuple[int, ...], _Contest]) -> None:
+    def __init__(self, layer: nn.Linear, contests: dict[tuple[int, ...], Contest]) -> None:
         self.layer = layer
         self.contests = contests
 
@@ -87,7 +109,7 @@ class FewRowsForward:
         rows = input.numel() // layer.in_features
         if not (_FEW_ROWS.get() and 2 <= rows <= _MOST_ROWS and input.dtype == layer.weight.dtype == torch.float32):
             return type(layer).forward(layer, input)
-        contest = self.contests.setdefault((rows, *layer.weight.shape), _Contest())
+        contest = self.contests.setdefault((rows, *layer.weight.shape), Contest())
         product = contest(input.reshape(rows, -1), layer.weight)
         if layer.bias is not None:
             product = product.add_(layer.bias)
@@ -102,7 +124,7 @@ class FewRowsLayers:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        contests: dict[tuple[int, ...], _Contest] = {}
+        contests: dict[tuple[int, ...], Contest] = {}
         self._replaced: list[tuple[nn.Module, FewRowsForward]] = []
         for layer in modules:
             if type(layer) is nn.Linear and "forward" not in vars(layer) and _applies(layer.weight):

@@ -2,7 +2,7 @@
 
 Verifying n nodes multiplies n hidden states with the output head. In float32 BLAS libraries treat `hidden @ W.T` for a
 few rows very differently from `W @ hidden.T`, which is the same product (measured on an AMD EPYC without AVX-512,
-[262144, 640], two threads, 4 rows: 120 ms against 33 ms; one row: 45 ms). Which one is faster is measured once. Where
+[262144, 640], two threads, 4 rows: 120 ms against 33 ms; one row: 45 ms). Which is faster is found out in use. Where
 only the likeliest token is wanted, most of the product can be left out (see `selfspec.likeliest`).
 
 Letters: K rows, D hidden size, V vocabulary.
@@ -11,43 +11,21 @@ Letters: K rows, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from selfspec.few_rows import Contest, Product, by_columns, by_fours, by_rows
 from selfspec.likeliest import Likeliest
 from selfspec.screen import Screen, Screened
 
 _MOST_ROWS = 64
-_PROBE_ROWS = 4
-_TIMES = 3
-
-Product = Callable[[Tensor, Tensor], Tensor]
-"""`[K, D]`, `[V, D]` to `[K, V]`."""
-
-
-def by_rows(hidden: Tensor, weight: Tensor) -> Tensor:
-    """`[K, D]`, `[V, D]` to `[K, V]` as a linear layer does it."""
-    return F.linear(hidden, weight)
-
-
-def by_columns(hidden: Tensor, weight: Tensor) -> Tensor:
-    """The same product, computed as its transpose and left in that layout.
-
-    The accept rule reads few of the rows; turning all of them round takes 3 ms for 8 rows of 262,144.
-    """
-    return torch.mm(weight, hidden.t()).t()
-
-
-def by_pairs(hidden: Tensor, weight: Tensor) -> Tensor:
-    """The same for one row: two rows at once can be faster than a product with a vector."""
-    return torch.mm(weight, hidden.expand(2, -1).t())[:, :1].t()
+_FORMS = (by_rows, by_columns, by_fours)
+"""Rows of a product that is left as its transpose are read one by one; turning 8 rows of 262,144 round takes 3 ms."""
 
 
 class FewRowsHead:
-    """Chooses between forms of the product for a given weight by timing them, for one row and for several.
+    """Chooses between forms of the product for a given weight by timing them, for each number of rows.
 
     Args:
         weight: `[V, D]` on the CPU, by reference.
@@ -61,8 +39,7 @@ class FewRowsHead:
         self.weight = weight
         self.bias = bias
         self.trusted = False
-        self._one: Product | None = None
-        self._few: Product | None = None
+        self._contests: dict[int, Contest] = {}
         self._likeliest = Likeliest(weight, bias, self._rows) if screened else None
 
     @staticmethod
@@ -117,22 +94,4 @@ class FewRowsHead:
     def _product(self, rows: int) -> Product:
         if rows > _MOST_ROWS or self.weight.dtype != torch.float32:
             return by_rows
-        if rows == 1:
-            self._one = self._one or self._best(1, (by_rows, by_columns, by_pairs))
-            return self._one
-        self._few = self._few or self._best(_PROBE_ROWS, (by_rows, by_columns))
-        return self._few
-
-    def _best(self, rows: int, forms: Sequence[Product]) -> Product:
-        probe = torch.ones(rows, self.weight.shape[1])
-        return min(forms, key=lambda form: _fastest(form, probe, self.weight))
-
-
-def _fastest(form: Product, hidden: Tensor, weight: Tensor) -> float:
-    form(hidden, weight)
-    seconds = []
-    for _ in range(_TIMES):
-        start = time.perf_counter()
-        form(hidden, weight)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+        return self._contests.setdefault(rows, Contest(_FORMS))

@@ -98,7 +98,7 @@ def test_the_cost_curve_runs_passes_of_the_sizes_it_names(target: Target) -> Non
     handle = target.model.base_model.register_forward_pre_hook(
         lambda m, a, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    curve = cost_curve(target, 30, (1, 3, 6), repeats=2)
+    curve = cost_curve(target, [5, 7, 9], 30, (1, 3, 6), repeats=2)
     handle.remove()
     assert list(curve) == [1, 3, 6] and all(seconds > 0 for seconds in curve.values())
     passes = [size for size in seen if size != 30]  # the prefill; the head is compared with the model's once

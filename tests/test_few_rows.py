@@ -48,7 +48,7 @@ def blocks_win(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         used.append(len(x))
         return by_blocks(x, weight)
 
-    monkeypatch.setattr(few_rows._Contest, "forms", (noted,))
+    monkeypatch.setattr(few_rows.Contest, "forms", (noted,))
     yield used
 
 
@@ -75,12 +75,34 @@ def test_the_faster_form_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(few_rows.time, "perf_counter", lambda: now[0])
     for forms in ((slow, quick), (quick, slow)):
-        monkeypatch.setattr(few_rows._Contest, "forms", forms)
-        contest = few_rows._Contest()
-        for _ in range(2 * few_rows._TRIES + 2):
+        monkeypatch.setattr(few_rows.Contest, "forms", forms)
+        contest = few_rows.Contest()
+        for _ in range(2 * few_rows._FEW_TRIES):
             assert contest.winner is None
             contest(torch.ones(2, 4), torch.ones(3, 4))
-        assert contest.winner is quick
+        assert contest.winner is quick, "twice as slow is clear after a few tries"
+
+
+def test_forms_that_are_nearly_alike_are_tried_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    took = {"by_rows": 1.1, "by_columns": 1.0, "by_fours": 3.0}
+    used: list[str] = []
+
+    def form(name: str) -> few_rows.Product:
+        def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            used.append(name)
+            now[0] += took[name]
+            return by_rows(x, weight)
+
+        return product
+
+    monkeypatch.setattr(few_rows.time, "perf_counter", lambda: now[0])
+    contest = few_rows.Contest(tuple(map(form, took)))
+    while contest.winner is None:
+        contest(torch.ones(2, 4), torch.ones(3, 4))
+    contest(torch.ones(2, 4), torch.ones(3, 4))
+    assert used[-1] == "by_columns"
+    assert used.count("by_fours") == few_rows._FEW_TRIES and used.count("by_rows") == few_rows._TRIES
 
 
 def test_text_is_exact_and_the_model_gets_its_layers_back(model: LlamaForCausalLM, blocks_win: list[int]) -> None:

@@ -26,12 +26,19 @@ _REPEATS = 5
 
 @torch.no_grad()
 def cost_curve(
-    target: Target, context: int, sizes: Sequence[int] = SIZES, repeats: int = _REPEATS, whole: bool = True
+    target: Target,
+    text: Sequence[int],
+    context: int,
+    sizes: Sequence[int] = SIZES,
+    repeats: int = _REPEATS,
+    whole: bool = True,
 ) -> dict[int, float]:
     """Median seconds of one pass over a chain of so many nodes, by nodes; sizes take turns.
 
     Args:
         target: one without recurrent state, which passes would move on.
+        text: what is read, again and again until it is long enough. Of arbitrary tokens a model knows so little that
+            all tokens are about as likely, which a screened output head does not take for text.
         context: tokens in the cache.
         sizes: nodes per pass.
         repeats: passes of each size, after one that counts nowhere.
@@ -40,13 +47,13 @@ def cost_curve(
     limit = target.max_positions
     context = max(1, context if limit is None else min(context, limit - max(sizes) - 1))
     cache = target.new_cache(1, context + max(sizes))
-    generator = torch.Generator().manual_seed(0)
-    text = torch.randint(target.vocab_size, (1, context + max(sizes)), generator=generator).to(target.device)
-    target.prefill(text[:, :context], [context], cache, Needs())
+    length = context + max(sizes)
+    tokens = torch.tensor([(list(text) * (length // len(text) + 1))[:length]], device=target.device)
+    target.prefill(tokens[:, :context], [context], cache, Needs())
     found: dict[int, list[float]] = {size: [] for size in sizes}
     for turn in range(repeats + 1):
         for size in sizes:
-            tree = DraftTree(text[:, context : context + size], TreeShape.chain(size - 1, target.device))
+            tree = DraftTree(tokens[:, context : context + size], TreeShape.chain(size - 1, target.device))
             start = now(target)
             out = target.verify(tree, cache, Needs())
             _ = out.logits if whole or out.likeliest() is None else None

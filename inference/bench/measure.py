@@ -151,7 +151,7 @@ def bench(
     found = _circumstances(target, prompts, settings)
     context = sorted(map(len, prompts))[len(prompts) // 2] + settings.max_new_tokens // 2
     whole = settings.temperature > 0
-    curve = cost_curve(target, context, whole=whole) if settings.bound and not any(target.states) else None
+    curve = cost_curve(target, prompts[0], context, whole=whole) if settings.bound and not any(target.states) else None
     found["cost_curve"] = None if curve is None else {str(size): cost for size, cost in curve.items()}
     found["runs"] = summaries(runs, settings.temperature == 0, settings.seed, curve)
     for run in found["runs"]:
