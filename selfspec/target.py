@@ -143,11 +143,21 @@ class Target(TargetParts):
         head = None if self.chain_only else self._head_for_few_rows()
         return head is not None and head.draws
 
-    def screen(self) -> None:
-        """Do so from now on, where it is faster; otherwise it begins once a text is long enough to pay for it."""
+    def screen(self, text: Sequence[int] = ()) -> None:
+        """Do so from now on, where it is faster; otherwise it begins once a text is long enough to pay for it.
+
+        Args:
+            text: tokens to prepare with at once; without them the next pass does it.
+        """
         head = None if self.chain_only else self._head_for_few_rows()
-        if head is not None:
-            head.prepare()
+        if head is None:
+            return
+        head.prepare()
+        if text and head.draws:
+            tokens = torch.tensor([list(text[: _PROBE[1]])], device=self.device)
+            hidden = self.features(tokens, None, Needs(hidden=True)).hidden
+            assert hidden is not None
+            head.screened(hidden)
 
     def new_cache(self, batch: int, capacity: int) -> SlotCache:
         """An empty cache for `batch` rows with `capacity` slots allocated ahead."""

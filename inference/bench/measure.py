@@ -131,7 +131,7 @@ def bench(
         tasks: of each prompt, where prompts are of several kinds.
     """
     check_prompts(target, prompts, settings)
-    target.screen()
+    target.screen(prompts[0])
     runs = _runs(target, drafts, settings, prompts[0])
     for run in runs:
         run.runner(_job(target, prompts[0], settings, 0, min(settings.warmup_tokens, settings.max_new_tokens)))

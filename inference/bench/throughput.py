@@ -81,7 +81,7 @@ def throughput(
         raise ConfigError(
             f"{len(prompts)} prompts do not fill a batch of {batch}; give more prompts or a smaller batch"
         )
-    target.screen()
+    target.screen(prompts[0])
     runs = _runners(target, drafts if raw else {}, arguments, nodes, seed)
     for name, guarding in (steered or {}).items():
         sampled = bool(arguments.get("do_sample"))
