@@ -22,6 +22,7 @@ from selfspec.screen import Screen, Screened
 _log = logging.getLogger(__name__)
 
 _SECONDS_PER_WEIGHT = 2e-8
+"""What making the copy takes (3.4 s for 168 million weights on two cores)."""
 _MOST_ROWS = 64
 _TIMES = 2
 _MOST_MISSES = 0.25
@@ -70,7 +71,7 @@ class Likeliest:
             self._spent = 0.0
 
     def prepare(self) -> None:
-        """Make the copy now, whatever was spent so far."""
+        """Make the copy in the next pass, whatever was spent so far."""
         self._spent = float("inf")
 
     def spent(self, seconds: float) -> None:

@@ -132,28 +132,32 @@ class Target(TargetParts):
             self._few_rows.begin()
 
     @property
+    def _tree_head(self) -> FewRowsHead | None:
+        """What `verify` makes logits with; None where the model makes them itself."""
+        return None if self.chain_only else self._head_for_few_rows()
+
+    @property
     def screens(self) -> bool:
         """Whether the likeliest tokens may be had without all logits, see `TargetOutput.likeliest`."""
-        head = None if self.chain_only else self._head_for_few_rows()
+        head = self._tree_head
         return head is not None and head.screens
 
     @property
     def draws(self) -> bool:
         """Whether tokens may be drawn without all logits, see `TargetOutput.screened`."""
-        head = None if self.chain_only else self._head_for_few_rows()
+        head = self._tree_head
         return head is not None and head.draws
 
     def screen(self, text: Sequence[int] = ()) -> None:
-        """Do so from now on, where it is faster; otherwise it begins once a text is long enough to pay for it.
+        """Do so from now on, where it is faster, and not only once a text is long enough to pay for it.
 
         Args:
             text: tokens to prepare with at once; without them the next pass does it.
         """
-        head = None if self.chain_only else self._head_for_few_rows()
-        if head is None:
-            return
-        head.prepare()
-        if text and head.draws:
+        head = self._tree_head
+        if head is not None:
+            head.prepare()
+        if text and head is not None and head.draws:
             tokens = torch.tensor([list(text[: _PROBE[1]])], device=self.device)
             hidden = self.features(tokens, None, Needs(hidden=True)).hidden
             assert hidden is not None
