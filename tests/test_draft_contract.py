@@ -67,7 +67,7 @@ class Row:
 SELF = {"threshold": 0.0, "adaptive": False, "depth": 3, "top_k": 3}
 """Self-drafts whose trees depend on the text alone; the adaptive exit has tests of its own."""
 
-LIKE_IT = {"kind": "draft-model", "model": tiny_folder.small(), "draws": False}
+LIKE_IT = {"kind": "draft-model", "model": tiny_folder.small(), "draws": False, "dtype": "float32"}
 OTHER = {**LIKE_IT, "model": tiny_folder.small("gemma3"), "top_k": 1}
 
 
@@ -91,7 +91,7 @@ ROWS = [
     Row("blockwise", _blockwise),
     Row("compose", lambda **kw: ComposeConfig(parts=["lookup", LIKE_IT]), trainable=False),
     Row("dflash", lambda **kw: DFlashConfig(**{"draft_vocab_size": 50, "block_size": 4, **kw})),
-    Row("draft-model", lambda **kw: DraftModelConfig(model=LIKE_IT["model"], draws=False), trainable=False),
+    Row("draft-model", lambda **kw: DraftModelConfig(model=LIKE_IT["model"], draws=False, dtype="float32"), trainable=False),
     Row("dspark", lambda **kw: DSparkConfig(**{"draft_vocab_size": 50, "block_size": 4, "stop_below": 0.0, **kw})),
     Row("eagle", lambda **kw: EagleConfig(**{"draft_vocab_size": 50, **kw})),
     Row("eagle3", lambda **kw: Eagle3Config(**{"draft_vocab_size": 50, **kw})),
