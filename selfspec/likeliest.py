@@ -43,6 +43,8 @@ class Likeliest:
         self._spent = 0.0
         self._broken = False
         self._lock = threading.Lock()
+        self._begun = self._looked = object()
+        """The text that began last, and the one for which it was last looked whether the weights have changed."""
         self._forget()
 
     def _forget(self) -> None:
@@ -65,14 +67,25 @@ class Likeliest:
         return not self._broken and Screen.applies(self.weight)
 
     def begin(self) -> None:
-        """A text begins: forget a copy of weights that have changed since."""
+        """A text begins: its first use of the copy looks whether the weights have changed; without one nobody does."""
+        self._begun = object()
+
+    def _look(self) -> None:
+        """Forget a copy of weights that have changed; once per text, as it takes as long as one full product."""
+        begun = self._begun  # a text that begins meanwhile looks for itself
+        if self._looked is begun:
+            return
         if self._screen is not None and self._screen.outdated:
             self._forget()
             self._spent = 0.0
+        self._looked = begun
 
     def prepare(self) -> None:
         """Make the copy in the next pass, whatever was spent so far."""
-        self._spent = float("inf")
+        self.begin()
+        with self._lock:
+            self._look()
+            self._spent = float("inf")
 
     def spent(self, seconds: float) -> None:
         """A full product has taken so long."""
@@ -100,6 +113,7 @@ class Likeliest:
         if not self.draws or len(hidden) > _MOST_ROWS:
             return None
         with self._lock:
+            self._look()
             if self._screen is None:
                 self._note(hidden)
                 self._make(hidden)
@@ -120,17 +134,26 @@ class Likeliest:
             self._broken = self.useless = True
 
     def _ready(self, hidden: Tensor) -> bool:
-        if self._screen is not None:
+        if self._screen is None:
+            self._note(hidden)
+            if not self._earned:
+                return False
+        elif self._looked is self._begun:
             return True
-        self._note(hidden)
-        if self._spent < _SECONDS_PER_WEIGHT * self.weight.numel() or not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             return False
         try:
-            if self._screen is None:
+            self._look()
+            if self._screen is None and self._earned:
                 self._make(hidden)
         finally:
             self._lock.release()
         return self._screen is not None
+
+    @property
+    def _earned(self) -> bool:
+        """Whether full products have taken as long as making the copy will."""
+        return self._spent >= _SECONDS_PER_WEIGHT * self.weight.numel()
 
     def _paid(self, screen: Screen, hidden: Tensor) -> bool:
         """Whether screening so many rows is faster than the product."""

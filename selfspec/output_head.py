@@ -77,7 +77,7 @@ class FewRowsHead:
         return self._likeliest is not None and self._likeliest.draws
 
     def begin(self) -> None:
-        """A text begins: look whether the weight has changed."""
+        """A text begins, before which the weight may have changed."""
         if self._likeliest is not None:
             self._likeliest.begin()
 

@@ -46,6 +46,7 @@ _MOST_CANDIDATES = 512
 _PROPOSALS, _MOST_TRIES, _KNOWN = 32, 4, 128
 _FEW = 8
 _SAMPLE = 4096
+_WHOLE_ROWS = 64
 _DAMPING = 0.05
 
 Finish = Callable[[Tensor], Tensor]
@@ -73,7 +74,7 @@ class Screen:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Tensor | None = None) -> None:
         self._weight, self._bias = weight, bias
-        self._made_of = self._sums()
+        self._made_of = self._marks()
         self.balance = _balance(self.weight, sizes)
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             self.parts = list(pool.map(self._part, range(0, weight.shape[0], _PART)))
@@ -103,15 +104,23 @@ class Screen:
 
     @property
     def outdated(self) -> bool:
-        """Whether W is not what the copy was made of. Reads all of it, as a pass of the model does."""
-        pairs = zip(self._sums(), self._made_of, strict=True)
+        """Whether W is not what the copy was made of. Reads all of it, as a pass of the model does.
+
+        Tensors count the changes made to them, but not those through `.data`, as merging an adapter or filling in the
+        row of a new token often is.
+        """
+        pairs = zip(self._marks(), self._made_of, strict=True)
         return not all(torch.equal(now, before) for now, before in pairs)
 
-    def _sums(self) -> list[Tensor]:
-        """`[V]` sums of the bytes of each row as integers, in which the order of adding does not matter."""
+    def _marks(self) -> list[Tensor]:
+        """What changes with the weights: `[V]` sums of the bytes of each row, and some rows as they are.
+
+        The sums are of integers, so the order of adding does not matter; nor does that of the columns, hence the rows.
+        """
         bias = self.bias
         held = [self.weight] if bias is None else [self.weight, bias.unsqueeze(1)]
-        return [_as_integers(tensor).sum(1) for tensor in held]
+        some = self.weight[:: max(1, len(self.weight) // _WHOLE_ROWS)].clone()
+        return [*(_as_integers(tensor).sum(1) for tensor in held), _as_integers(some)]
 
     def _part(self, first: int) -> _Part:
         rows = self.weight[first : first + _PART].float() / self.balance

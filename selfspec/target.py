@@ -127,7 +127,7 @@ class Target(TargetParts):
         return hidden[:, 1:].float().flatten(0, 1).pow(2).mean(0).sqrt()
 
     def begin(self) -> None:
-        """A text begins: what was derived from weights that have changed since is made anew."""
+        """A text begins: what it uses that was derived from weights which have changed since is made anew."""
         if self._few_rows is not None:
             self._few_rows.begin()
 

@@ -173,6 +173,14 @@ def test_it_sees_however_they_change(change: Callable[[nn.Parameter], Any]) -> N
     assert made.outdated and made.weight.data_ptr() == weight.data_ptr()
 
 
+def test_it_sees_columns_that_changed_places() -> None:
+    """Pairs of them leave every sum of 8 bytes as it was."""
+    weight = weights()
+    made = Screen(weight, None)
+    weight.data.copy_(weight.roll(2, 1))
+    assert torch.equal(made._marks()[0], made._made_of[0]) and made.outdated
+
+
 def test_it_sees_that_a_bias_has_changed() -> None:
     bias = nn.Parameter(torch.arange(VOCAB).float())
     made = Screen(weights(), bias)
@@ -234,6 +242,37 @@ def test_changed_weights_are_screened_anew(monkeypatch: pytest.MonkeyPatch) -> N
     assert made(hidden) is None
     made.prepare()
     assert torch.equal(made(hidden), exact(weight, hidden).argmax(1))  # type: ignore[arg-type]
+
+
+def test_who_prepares_after_a_change_need_not_wait_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, hidden = weights(), states(4)
+    made = ready(weight, monkeypatch)
+    assert made(hidden) is not None
+    weight.data.copy_(weights(seed=5))
+    made.prepare()
+    made.begin()
+    assert torch.equal(made(hidden), exact(weight, hidden).argmax(1))  # type: ignore[arg-type]
+
+
+def test_a_text_that_begins_while_another_looks_looks_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, hidden = weights(), states(4)
+    made = ready(weight, monkeypatch)
+    assert made(hidden) is not None
+    original = vars(Screen)["outdated"].fget
+
+    def interrupted(screen: Screen) -> bool:
+        found = bool(original(screen))
+        if not found:
+            weight.data.copy_(weights(seed=5))
+            made.begin()
+        return found
+
+    monkeypatch.setattr(Screen, "outdated", property(interrupted))
+    made.begin()
+    made(hidden)
+    assert made._screen is not None
+    made(hidden)
+    assert made._screen is None
 
 
 def test_a_head_that_needs_all_logits_too_often_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,6 +396,28 @@ def test_weights_trained_between_two_calls(monkeypatch: pytest.MonkeyPatch) -> N
     unpatch(model)
     assert torch.equal(second, model.generate(prompt, max_new_tokens=30, do_sample=False))
     assert not torch.equal(first, second)
+
+
+def test_weights_are_looked_at_once_in_a_text_that_uses_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wide_model()
+    prompt = torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(4))
+    let_it_pay(monkeypatch)
+    patch(model, {"kind": "lookup"}, guard=False)
+    model.speculation.target.screen([5, 6, 7])
+    looked: list[int] = []
+    original = vars(Screen)["outdated"].fget
+    monkeypatch.setattr(Screen, "outdated", property(lambda screen: looked.append(1) or original(screen)))
+
+    def looks(**options: Any) -> int:
+        looked.clear()
+        model.generate(prompt, **options)
+        return len(looked)
+
+    assert looks(max_new_tokens=30, do_sample=False) == 1
+    assert looks(max_new_tokens=200, do_sample=True, top_k=5) == 1
+    assert looks(max_new_tokens=1, do_sample=False) == 0, "the prompt's own pass makes its one token"
+    assert looks(max_new_tokens=30, do_sample=False, repetition_penalty=1.3) == 0, "all logits are made"
+    unpatch(model)
 
 
 def test_weights_put_in_the_place_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
