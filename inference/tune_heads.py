@@ -20,7 +20,7 @@ from selfspec.draft import Budget, Draft, Needs, Sampling, Verified
 from selfspec.inference.bench import BenchSettings
 from selfspec.inference.engine import decode
 from selfspec.inference.guard.costs import CostTable, circumstances, draft_key, read_table, write_table
-from selfspec.inference.guard.measure import measure
+from selfspec.inference.guard.measure import LogitsNeeded, measure
 from selfspec.inference.guard.setup import STATISTICS
 from selfspec.inference.runs import prepare
 from selfspec.stats import Stats
@@ -158,15 +158,21 @@ def costs(
         contexts: lengths; those that leave no room in the model are left out.
         seconds: per batch size and length.
     """
-    whole = not target.screens
-    table = read_table(circumstances(target, whole))
     longest = target.max_positions
-    for context in contexts:
-        if longest is not None and context > max(longest // 2, min(contexts)):
-            continue
-        start = (list(text) * (context // len(text) + 1))[:context]
-        for batch in rows:
-            table.add(measure(target, [draft], start, batch, seconds, whole=whole))
+    fitting = [c for c in contexts if longest is None or c <= max(longest // 2, min(contexts))]
+    places = [((list(text) * (context // len(text) + 1))[:context], batch) for context in fitting for batch in rows]
+    try:
+        return _costs(target, draft, places, seconds, not target.screens)
+    except LogitsNeeded:
+        return _costs(target, draft, places, seconds, True)
+
+
+def _costs(
+    target: Target, draft: Draft, places: Sequence[tuple[list[int], int]], seconds: float, whole: bool
+) -> CostTable:
+    table = read_table(circumstances(target, whole))
+    for start, batch in places:
+        table.add(measure(target, [draft], start, batch, seconds, whole=whole))
     write_table(table)
     return table
 

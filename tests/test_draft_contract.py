@@ -91,7 +91,11 @@ ROWS = [
     Row("blockwise", _blockwise),
     Row("compose", lambda **kw: ComposeConfig(parts=["lookup", LIKE_IT]), trainable=False),
     Row("dflash", lambda **kw: DFlashConfig(**{"draft_vocab_size": 50, "block_size": 4, **kw})),
-    Row("draft-model", lambda **kw: DraftModelConfig(model=LIKE_IT["model"], draws=False, dtype="float32"), trainable=False),
+    Row(
+        "draft-model",
+        lambda **kw: DraftModelConfig(model=LIKE_IT["model"], draws=False, dtype="float32"),
+        trainable=False,
+    ),
     Row("dspark", lambda **kw: DSparkConfig(**{"draft_vocab_size": 50, "block_size": 4, "stop_below": 0.0, **kw})),
     Row("eagle", lambda **kw: EagleConfig(**{"draft_vocab_size": 50, **kw})),
     Row("eagle3", lambda **kw: Eagle3Config(**{"draft_vocab_size": 50, **kw})),

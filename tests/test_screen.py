@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import json
 import pickle
 import threading
 from collections.abc import Callable
@@ -374,6 +375,61 @@ def test_a_sampled_call_is_guarded_alike_after_greedy_ones_gave_up(
         model.generate(prompt, max_new_tokens=192, do_sample=True, top_k=5)
         target._head_for_few_rows()._likeliest.useless = True
     assert list(guarding._tables) == [False]
+    unpatch(model)
+
+
+def whole_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Notes every pass over all logits from now on."""
+    made: list[int] = []
+    called = FewRowsHead.__call__
+    monkeypatch.setattr(FewRowsHead, "__call__", lambda self, hidden: made.append(1) or called(self, hidden))
+    return made
+
+
+def test_costs_of_draws_are_measured_where_greedy_text_gave_the_copy_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would else be those of all logits, which such rounds do not make."""
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    model = wide_model()
+    patch(model, {"kind": "lookup"}, guard=True)
+    guarding, target = model.speculation.guarding, model.speculation.target
+    guarding.seconds = 0.0
+    target._head_for_few_rows()._likeliest.useless = True
+    made = whole_products(monkeypatch)
+    assert guarding.prepare([5, 6, 7], {1}, False) and not made
+    assert guarding.prepare([5, 6, 7], {1}, True) and len(made) > 20
+    assert {whole: table.circumstances["logits"] for whole, table in guarding._tables.items()} == {
+        False: "likeliest",
+        True: "all",
+    }
+    unpatch(model)
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["too many candidates", "wrong kernel"])
+def test_costs_of_a_copy_that_is_given_up_meanwhile_are_not_kept(
+    broken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    let_it_pay(monkeypatch)
+    model = wide_model()
+    if broken:
+        monkeypatch.setattr(Screened, "holds", lambda *_: False)
+    else:
+        monkeypatch.setattr(Screened, "likeliest", lambda _: None)
+    patch(model, {"kind": "lookup"}, guard=True)
+    guarding, target = model.speculation.guarding, model.speculation.target
+    guarding.seconds = 0.0
+    assert target.screens
+    model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=False)
+    assert not target.screens and target.draws is not broken
+    assert [table.circumstances["logits"] for table in guarding._tables.values()] == ["all"]
+    assert [json.loads(path.read_text())["circumstances"]["logits"] for path in tmp_path.glob("costs/*.json")] == [
+        "all"
+    ]
+    made = whole_products(monkeypatch)
+    assert guarding._measured([5, 6, 7], {1}, False if target.draws else None) is broken
+    assert not made
     unpatch(model)
 
 

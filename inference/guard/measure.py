@@ -76,6 +76,10 @@ class Free:
         return DraftTree(tokens, TreeShape.chain(length, tokens.device))
 
 
+class LogitsNeeded(Exception):
+    """Rounds that were to do without all logits came to make them, so their times are those of neither kind."""
+
+
 class _Script:
     """A pilot that plays choices in turn and keeps their times."""
 
@@ -127,10 +131,12 @@ def measure(
         sizes: nodes per tree.
         asked: what each draft is asked for, nodes and depth.
         settle: turns that are played before anything counts, the clock included (a compiler is at work).
-        whole: measure rounds that make all logits; else those that want no more than the likeliest tokens.
+        whole: measure rounds that make all logits; else those that want no more than the likeliest tokens, or where the
+            output head has given those up (`Target.screens`), no more than a draw.
 
     Raises:
         ConfigError: the model is made for too short texts.
+        LogitsNeeded: the output head gave up what was measured; ask again for what it still does.
     """
     script = _Script(len(drafts), sizes, asked)
     room = _ROOM * len(script.cycle)
@@ -141,13 +147,14 @@ def measure(
     ids = torch.tensor([list(text)] * rows, device=target.device)
     stopping = StoppingCriteriaList([MaxLengthCriteria(len(text) + room)])
     generator = torch.Generator(target.device)
-    sampled = whole and target.screens  # elsewhere greedy rounds make all logits too
-    request = Request(ids, None, LogitsProcessorList(), stopping, do_sample=sampled, generator=generator)
     if not whole:
         target.screen()
+    spared = target.screens, target.draws
+    sampled = target.screens if whole else target.draws and not target.screens
+    request = Request(ids, None, LogitsProcessorList(), stopping, do_sample=sampled, generator=generator)
     with torch.no_grad():
         generation = Generation(target, Pick([Free(target.vocab_size), *drafts]), request, Output(request), script)
-        generation.draws = False
+        generation.draws = sampled and not whole
         generation.prefill()
         begun = time.perf_counter()
         while generation.rows and script.turns < _MOST_TURNS + settle:
@@ -156,6 +163,8 @@ def measure(
             elif script.turns >= 2 + settle and time.perf_counter() - begun > seconds:
                 break
             generation.round()
+    if not whole and spared > (target.screens, target.draws):
+        raise LogitsNeeded
     if not all(script.rounds.values()):
         raise ConfigError(f"{room} tokens behind a text of {len(text)} are too few to measure on; give a shorter one")
     return _group(script, drafts, len(text), 1 + settle)

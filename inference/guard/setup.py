@@ -19,7 +19,7 @@ from selfspec.errors import ConfigError
 from selfspec.inference.drafting import Pick, parts_of
 from selfspec.inference.guard.acceptance import Experience
 from selfspec.inference.guard.costs import CostTable, circumstances, draft_key, read_table, write_table
-from selfspec.inference.guard.measure import ASKED, SIZES, measure
+from selfspec.inference.guard.measure import ASKED, SIZES, LogitsNeeded, measure
 from selfspec.inference.guard.policy import KEPT_RATIOS, Guard, drift, steps
 from selfspec.inference.request import Request
 from selfspec.target import Target
@@ -86,11 +86,9 @@ class Guarding:
         What is not known of the machine yet is measured first.
         """
         rows = request.input_ids.shape[0]
-        known = request.wants_likeliest and self.target.screens
-        whole = not (known or (request.wants_draws and self.target.draws))
-        if not self.prepare(_text(request, self.target), {1, 1 << (rows - 1).bit_length()}, whole):
-            return None
-        return self.guard(request.do_sample, whole)
+        whole = None if request.wants_likeliest else not (request.wants_draws and self.target.draws)
+        whole = self._measured(_text(request, self.target), {1, 1 << (rows - 1).bit_length()}, whole)
+        return None if whole is None else self.guard(request.do_sample, whole)
 
     def prepare(self, text: Sequence[int], rows: Iterable[int], whole: bool | None = None) -> bool:
         """Measure what is not known yet of the costs at these batch sizes; False where they cannot be measured.
@@ -100,27 +98,37 @@ class Guarding:
             rows: batch sizes.
             whole: of rounds that make all logits; None means those of greedy text without processors.
         """
-        whole = not self.target.screens if whole is None else whole
-        about, keys = circumstances(self.target, whole), self._keys()
+        return self._measured(text, set(rows), whole) is not None
+
+    def _measured(self, text: Sequence[int], rows: set[int], asked: bool | None) -> bool | None:
+        """The same; says whether the rounds make all logits, which may come out on the way, or None for False."""
+        whole = not self.target.screens if asked is None else asked
         most = _MOST_TEXT if self.target.max_positions is None else max(self.target.max_positions // 4, 1)
-        begin = list(text[: min(most, _MOST_TEXT)])
-        with self._lock:
-            table = self._tables.get(whole)
-            if table is not None and table.circumstances != about:
-                table, self._tables, self._memory, self._ratios = None, {}, None, {}
-            table = self._tables[whole] = table or read_table(about)
-            for size in sorted(rows):
-                if table.covers(size, keys):
-                    continue
+        try:
+            with self._lock:
+                self._complete(whole, list(text[: min(most, _MOST_TEXT)]), rows)
+        except LogitsNeeded:
+            with self._lock:
+                self._tables.pop(whole, None)
+            return self._measured(text, rows, None if asked is None else not self.target.draws)
+        except (ConfigError, torch.OutOfMemoryError) as error:
+            _LOG.warning("the guard is off, because costs cannot be measured: %s", error)
+            return None
+        return whole
+
+    def _complete(self, whole: bool, text: Sequence[int], rows: set[int]) -> None:
+        about, keys = circumstances(self.target, whole), self._keys()
+        table = self._tables.get(whole)
+        if table is not None and table.circumstances != about:
+            table, self._tables, self._memory, self._ratios = None, {}, None, {}
+        table = table or read_table(about)
+        for size in sorted(rows):
+            if not table.covers(size, keys):
                 _LOG.info("measuring what a round costs here (batch size %d); kept for later", size)
-                try:
-                    what = self._scope(size)
-                    table.add(measure(self.target, self.parts, begin, size, self.seconds, whole=whole, **what))
-                except (ConfigError, torch.OutOfMemoryError) as error:
-                    _LOG.warning("the guard is off, because costs cannot be measured: %s", error)
-                    return False
+                what = self._scope(size)
+                table.add(measure(self.target, self.parts, text, size, self.seconds, whole=whole, **what))
                 write_table(table)
-        return True
+            self._tables[whole] = table
 
     def _scope(self, rows: int) -> dict[str, Any]:
         """What to measure. Every shape that a compiled model meets may be compiled first, so it meets two only.
