@@ -40,19 +40,27 @@ def packed(rows: Tensor, bias: Tensor | None = None) -> tuple[Any, Tensor]:
 
 
 class LightProduct:
-    """`x W^T + b` for float32 `x`, about as exact as 7 bits. W is packed at the first use and when it has changed."""
+    """`x W^T + b` for float32 `x`, about as exact as 7 bits. W is packed at the first use and when it has changed.
+
+    Seen are changes that tensors count, and other tensors; not edits through `.data`, nor of tensors made in inference
+    mode.
+    """
 
     def __init__(self) -> None:
         self._packed: Any = None
         self._of: list[tuple[int, int]] = []
+        self._kept: list[Tensor] = []
+        """What was packed: as long as its memory is not given back, no other weight can stand there."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`[..., D]`, `[V, D]` and `[V]` to `[..., V]`."""
         if not isfinite(float(x.abs().amax())):
             return F.linear(x, weight, bias)  # there is no range to divide; a broken row must not break the others
-        of = [_state(held) for held in (weight, bias) if held is not None]
+        held = [weight] if bias is None else [weight, bias]
+        of = [_state(one) for one in held]
         if self._of != of:
-            self._packed, _ = packed(weight.detach(), None if bias is None else bias.detach())
+            self._kept = [one.detach() for one in held]
+            self._packed, _ = packed(*self._kept)
             self._of = of
         found: Tensor = torch.ops.quantized.linear_dynamic(x, self._packed, True)
         return found

@@ -73,6 +73,16 @@ def test_a_weight_that_changes_is_packed_anew() -> None:
     assert product(x, weight.clone().mul_(2), None)[0, 0] == pytest.approx(4 * SIZE, rel=0.01)
 
 
+def test_a_weight_in_the_memory_of_another_is_packed_anew() -> None:
+    """An allocator hands out the memory of a weight that is gone as soon as another of its size is asked for."""
+    layer, x, product = torch.nn.Linear(SIZE, 300, bias=False), torch.ones(1, SIZE), LightProduct()
+    with torch.no_grad():
+        for value in range(1, 9):
+            del layer.weight
+            layer.weight = torch.nn.Parameter(torch.full((300, SIZE), float(value)))
+            assert product(x, layer.weight, None)[0, 0] == pytest.approx(value * SIZE, rel=0.01)
+
+
 def test_a_bias_that_changes_is_packed_anew() -> None:
     weight, bias, x = torch.ones(300, SIZE), torch.zeros(300), torch.ones(1, SIZE)
     product = LightProduct()
@@ -136,6 +146,64 @@ def test_training_and_files_know_nothing_of_it(kind: str, model: LlamaForCausalL
     save_head(copied, tmp_path / "light")
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("float", "light"))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    target.release()
+
+
+def copied_over(head: Any, weights: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in head.named_parameters():
+            value.copy_(weights[name])
+
+
+def trained(head: Any, weights: dict[str, torch.Tensor]) -> None:
+    """One step of gradient descent of rate 1, whose gradient is the way to the new weights."""
+    for name, value in head.named_parameters():
+        value.grad = value.detach() - weights[name]
+    torch.optim.SGD(head.parameters(), lr=1.0).step()
+
+
+def through_data(head: Any, weights: dict[str, torch.Tensor]) -> None:
+    """As docs/cpu.md says: the light head does not see this, and has to be told."""
+    for name, value in head.named_parameters():
+        value.data.copy_(weights[name])
+    head.lighten()
+
+
+CHANGES: dict[str, Any] = {
+    "copy_": copied_over,
+    "load_state_dict": lambda head, weights: head.load_state_dict(weights),
+    "load_state_dict, assign": lambda head, weights: head.load_state_dict(
+        {name: value.clone() for name, value in weights.items()}, assign=True
+    ),
+    "a step of training": trained,
+    ".data, then lighten()": through_data,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", ["eagle", "medusa, an output each"])  # one with light layers, one with light outputs
+def test_weights_of_a_light_head_that_change_are_seen(kind: str, change: str, model: LlamaForCausalLM) -> None:
+    target = Target(model)
+    torch.manual_seed(1)
+    head, other = HEADS[kind](target), HEADS[kind](target)
+    with torch.no_grad():
+        for value in other.parameters():
+            value.copy_(torch.randn(value.shape))
+    head.lighten()
+    x = torch.randn(2, 1, 2 * SIZE)
+    parts = [part for part in head.modules() if "forward" in vars(part)] or [head.output]
+
+    def read() -> list[torch.Tensor]:
+        return [part(x[..., : part.in_features] if part is not head.output else x[..., :SIZE]) for part in parts]
+
+    with torch.no_grad():
+        before = read()
+    CHANGES[change](head, other.state_dict())
+    with torch.no_grad():
+        found = read()
+    for old, new, exact in zip(before, found, read(), strict=True):  # with gradients the float weights are used
+        near = 0.05 * float(exact.abs().max())
+        assert torch.allclose(new, exact, atol=near) and not torch.allclose(old, exact, atol=near)
     target.release()
 
 
