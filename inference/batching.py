@@ -27,7 +27,8 @@ from selfspec.inference.rounds import Rounds
 from selfspec.inference.rows import ROOM, Likely, Row
 from selfspec.scoring import picked_everywhere
 from selfspec.stats import Stats
-from selfspec.target import Target, TargetOutput
+from selfspec.target import Target
+from selfspec.target_output import TargetOutput
 from selfspec.tree import DraftTree
 
 

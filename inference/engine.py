@@ -23,7 +23,8 @@ from selfspec.inference.rounds import Rounds
 from selfspec.inference.stopping import Stopper
 from selfspec.scoring import History, Processors, TreeScores, picked_everywhere, sampling_of
 from selfspec.stats import Stats
-from selfspec.target import Target, TargetOutput
+from selfspec.target import Target
+from selfspec.target_output import TargetOutput
 from selfspec.tree import DraftTree
 from selfspec.walk import TorchChance
 

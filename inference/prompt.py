@@ -16,7 +16,7 @@ from selfspec.cache import SlotCache
 from selfspec.draft import Needs, Verified, last_of
 from selfspec.errors import UnsupportedGeneration
 from selfspec.host import on_device
-from selfspec.target import TargetOutput
+from selfspec.target_output import TargetOutput
 from selfspec.tree import DraftTree
 
 

@@ -24,7 +24,8 @@ from selfspec.inference.choices import OFF, Choice, Pilot, Round
 from selfspec.inference.drafting import Drafters
 from selfspec.inference.prompt import Prompt, verified_path, verified_prompt
 from selfspec.stats import Stats
-from selfspec.target import Target, TargetOutput
+from selfspec.target import Target
+from selfspec.target_output import TargetOutput
 from selfspec.tree import DraftTree
 
 

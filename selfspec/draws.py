@@ -15,7 +15,7 @@ from transformers.generation import logits_process as lp
 
 from selfspec.drawing import NO_TOKEN
 from selfspec.screen import Screened
-from selfspec.target import TargetOutput
+from selfspec.target_output import TargetOutput
 from selfspec.walk import TorchChance
 
 _LOOK_AT_WHAT_IS_LEFT = (

@@ -16,7 +16,7 @@ from transformers.generation import logits_process as lp
 
 from selfspec.draft import Sampling
 from selfspec.host import on_device
-from selfspec.target import TargetOutput
+from selfspec.target_output import TargetOutput
 from selfspec.walk import Chance
 
 _IGNORE_THE_PAST = (

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,9 +21,9 @@ from selfspec.errors import UnsupportedGeneration, UnsupportedModel
 from selfspec.few_rows import INSTALLING, FewRowsLayers
 from selfspec.masks import as_attention_mask, block_diagonal, tree_positions, visible, visible_again, visible_line
 from selfspec.output_head import FewRowsHead
-from selfspec.screen import Screened
 from selfspec.support import refuse_unsupported, takes_positions, why_chain_only
 from selfspec.taps import Taps
+from selfspec.target_output import TargetOutput, Unscored, joined
 from selfspec.target_parts import TargetParts
 from selfspec.tree import Computed, DraftTree, TreeShape
 from selfspec.versions import check_version
@@ -34,56 +32,6 @@ from selfspec.wrapped import is_compiled
 _PROBE = (8, 64)
 _NEAR, _NEAR_AT_MOST = 1000, 2.0**-6
 """How far two forms of one product may be apart: so many roundings, or two of bfloat16."""
-
-
-@dataclass(frozen=True, eq=False)
-class TargetOutput:
-    """What one pass of the target gave.
-
-    Args:
-        scored: the logits, or what makes them when they are asked for.
-        hidden: `[B, N, D]`, after the final norm; None unless needed.
-        layers: `[B, N, D]` each, in the order asked for.
-    """
-
-    scored: Tensor | Unscored
-    hidden: Tensor | None = None
-    layers: tuple[Tensor, ...] = ()
-
-    @cached_property
-    def logits(self) -> Tensor:
-        """`[B, N, V]` in the model's dtype (`[B, 1, V]` after a prefill: the last token of each row)."""
-        return self.scored if isinstance(self.scored, Tensor) else self.scored.logits()
-
-    @cached_property
-    def screened(self) -> Screened | None:
-        """What tokens can be drawn from without the logits, of all nodes (node n of row b at b * N + n), or None."""
-        return None if isinstance(self.scored, Tensor) else self.scored.head.screened(self.scored.hidden)
-
-    def finished(self, raw: Tensor) -> Tensor:
-        """What the model makes of the output head's values."""
-        return raw if isinstance(self.scored, Tensor) else self.scored.finish(raw)
-
-    def likeliest(self) -> Tensor | None:
-        """`[B, N]` int64, argmax of the logits, where it is had without making them; else None."""
-        return None if isinstance(self.scored, Tensor) else self.scored.likeliest()
-
-
-@dataclass(frozen=True, eq=False)
-class Unscored:
-    """Last hidden states `[B, N, D]` before the output head, and the head."""
-
-    hidden: Tensor
-    head: FewRowsHead
-    finish: Callable[[Tensor], Tensor]
-
-    def logits(self) -> Tensor:
-        """`[B, N, V]`."""
-        return self.finish(self.head(self.hidden))
-
-    def likeliest(self) -> Tensor | None:
-        """See `TargetOutput.likeliest`."""
-        return self.head.likeliest(self.hidden)
 
 
 class Target(TargetParts):
@@ -197,7 +145,7 @@ class Target(TargetParts):
             read = None if embeds is None else embeds[:, start : start + step]
             parts.append(self._read(part, here, cache, needs, read))
             last.append([start < count <= start + step for count in counts])
-        return parts[0] if len(parts) == 1 else _joined(parts, torch.tensor(last, device=tokens.device))
+        return parts[0] if len(parts) == 1 else joined(parts, torch.tensor(last, device=tokens.device))
 
     def _read(
         self, tokens: Tensor, counts: list[int], cache: SlotCache, needs: Needs, embeds: Tensor | None
@@ -390,16 +338,3 @@ class Target(TargetParts):
         if self._passes is not None:
             self._passes.release()
             self._passes = None
-
-
-def _joined(parts: list[TargetOutput], last: Tensor) -> TargetOutput:
-    """One output of several chunks; `last` (`[chunks, B]` bool) says which chunk holds each row's last token."""
-    logits = torch.stack([part.logits for part in parts])
-    chunk = last.long().argmax(0).to(logits.device)
-    hidden = [part.hidden for part in parts if part.hidden is not None]
-    layers = zip(*(part.layers for part in parts), strict=True)
-    return TargetOutput(
-        logits[chunk, torch.arange(chunk.numel(), device=logits.device)],
-        torch.cat(hidden, 1) if hidden else None,
-        tuple(torch.cat(layer, 1) for layer in layers),
-    )

@@ -11,7 +11,8 @@ import torch
 
 from selfspec.draft import Needs
 from selfspec.errors import ConfigError
-from selfspec.target import Target, TargetOutput
+from selfspec.target import Target
+from selfspec.target_output import TargetOutput
 
 
 def packed_features(target: Target, rows: Sequence[Sequence[int]], needs: Needs) -> list[TargetOutput]:

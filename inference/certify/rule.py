@@ -17,7 +17,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from selfspec.accept import AcceptRule, accept
 from selfspec.scoring import History, Processors, TreeScores
-from selfspec.target import TargetOutput
+from selfspec.target_output import TargetOutput
 from selfspec.tree import DraftTree, Drawn, TreeShape
 
 TOLERANCE = 1e-6

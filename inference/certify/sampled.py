@@ -24,7 +24,8 @@ from selfspec.inference.engine import decode
 from selfspec.inference.request import Request
 from selfspec.inference.runs import prepare
 from selfspec.scoring import History, Processors, TreeScores, sampling_of
-from selfspec.target import Target, TargetOutput
+from selfspec.target import Target
+from selfspec.target_output import TargetOutput
 from selfspec.tree import DraftTree
 from selfspec.walk import TorchChance
 
