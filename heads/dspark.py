@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfspec.draft import Budget, Sampling
+from selfspec.draft_output import DraftOutput
 from selfspec.errors import ConfigError
-from selfspec.head import DraftOutput
 from selfspec.heads.dflash import BlockState, DFlash
 from selfspec.heads.dflash_config import DFlashConfig
 from selfspec.heads.losses import HeadScore, Teacher, acceptance, learn

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.draft import Needs, Verified
+from selfspec.draft_output import DraftOutput
 from selfspec.errors import ConfigError
-from selfspec.head import DraftOutput
 from selfspec.heads.autoregressive import AutoregressiveConfig, AutoregressiveHead, fill_from_target, layer_shape
 from selfspec.heads.layers import Attention, DecoderLayer, GatedMLP, LayerShape, RMSNorm, draw_weights
 from selfspec.heads.rotary import Rotary

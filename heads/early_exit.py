@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from selfspec.draft_pass import Plan
 from selfspec.heads.self_draft import SelfDraft, SelfDraftConfig
 from selfspec.registry import register
+from selfspec.switches import Plan
 from selfspec.target import Target
 
 

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from selfspec.cache import SlotCache
 from selfspec.draft import Budget, DraftState, Needs, Sampling, Verified, last_of
+from selfspec.draft_output import DraftOutput
 from selfspec.errors import ConfigError
-from selfspec.head import DraftHead, DraftOutput, HeadLoss
+from selfspec.head import DraftHead, HeadLoss
 from selfspec.heads.autoregressive import (
     AutoregressiveConfig,
     AutoregressiveHead,

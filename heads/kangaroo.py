@@ -26,7 +26,6 @@ from torch import Tensor
 
 from selfspec.cache import SlotCache
 from selfspec.draft import Budget, DraftState, Needs, Sampling, Verified
-from selfspec.draft_pass import Plan
 from selfspec.errors import ConfigError
 from selfspec.head import DraftHead, HeadLoss
 from selfspec.heads.autoregressive import LayeredConfig, causal_over_cache, fill_from_target, layer_shape
@@ -35,6 +34,7 @@ from selfspec.heads.losses import denominator, learn, taught_places, teach
 from selfspec.heads.rotary import Rotary
 from selfspec.heads.trunk import HeadOutput, Trunk
 from selfspec.registry import register
+from selfspec.switches import Plan
 from selfspec.target import Target
 from selfspec.tree import Computed, DraftTree, TreeShape
 

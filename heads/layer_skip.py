@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from selfspec.draft_pass import Plan
 from selfspec.errors import ConfigError
 from selfspec.heads.self_draft import SelfDraft, SelfDraftConfig
 from selfspec.registry import register
+from selfspec.switches import Plan
 from selfspec.target import Target
 
 _DEFAULT_SHARE = 0.45

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfspec import hf
-from selfspec.draft_pass import Plan
 from selfspec.errors import ConfigError
+from selfspec.switches import Plan
 from selfspec.target import Target
 
 _PEFT_ROOT = "base_model.model"

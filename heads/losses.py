@@ -28,8 +28,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from selfspec.draft import Verified
+from selfspec.draft_output import DraftOutput
 from selfspec.errors import ConfigError
-from selfspec.head import DraftOutput, HeadConfig
+from selfspec.head import HeadConfig
 from selfspec.vocab import DraftVocab
 
 _MOST_LOGITS = 1 << 26

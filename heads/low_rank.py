@@ -23,13 +23,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from selfspec import hf
-from selfspec.draft_pass import Factors, Plan
 from selfspec.errors import ConfigError, UnsupportedModel
 from selfspec.fingerprint import fingerprint, sample
 from selfspec.heads.self_draft import SelfDraft, SelfDraftConfig
 from selfspec.models import cache_folder
 from selfspec.outputs import whole_file
 from selfspec.registry import register
+from selfspec.switches import Factors, Plan
 from selfspec.target import Target
 
 _MANY = 16

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from selfspec.draft import Budget, DraftState, Needs, Sampling, Verified, last_of
+from selfspec.draft_output import DraftOutput
 from selfspec.errors import ConfigError
-from selfspec.head import DraftHead, DraftOutput, HeadLoss
+from selfspec.head import DraftHead, HeadLoss
 from selfspec.heads.best_first import likeliest_tree
 from selfspec.heads.layers import ResidualBlocks
 from selfspec.heads.losses import TaughtConfig, denominator, learn, taught_places, teach

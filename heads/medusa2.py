@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from selfspec.draft import Verified
-from selfspec.draft_pass import Plan
 from selfspec.errors import ConfigError
 from selfspec.head import HeadLoss
 from selfspec.heads.lora import LoraUpdates, choose_linear
@@ -35,6 +34,7 @@ from selfspec.heads.losses import denominator, forward_kl, taught_places, teache
 from selfspec.heads.medusa import Medusa, MedusaConfig
 from selfspec.heads.peft_model import put_in
 from selfspec.registry import register
+from selfspec.switches import Plan
 from selfspec.target import Target
 
 

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from selfspec.cache import SlotCache
 from selfspec.draft import Budget, DraftState, Needs, Sampling, Verified
-from selfspec.draft_pass import Plan
 from selfspec.errors import ConfigError
 from selfspec.head import DraftConfig
 from selfspec.heads.trees import CandidatePool
 from selfspec.heads.trunk import ReducedOutput, Trunk, WholeOutput
+from selfspec.switches import Plan
 from selfspec.target import Target
 from selfspec.tree import Computed, DraftTree, TreeShape
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from selfspec.draft import Verified
-from selfspec.draft_pass import Plan
 from selfspec.errors import ConfigError
 from selfspec.heads.layer_skip import spread
 from selfspec.heads.self_draft import SelfDraft, SelfDraftConfig, SelfState
 from selfspec.registry import register
+from selfspec.switches import Plan
 from selfspec.target import Target
 
 _FEWEST = 8

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from selfspec.draft import Sampling
-from selfspec.head import DraftOutput
+from selfspec.draft_output import DraftOutput
 from selfspec.target import Target
 from selfspec.tree import Computed, DraftTree, Drawn, TreeShape
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from selfspec.cache import SlotCache, SlotLayer
 from selfspec.draft import Needs
-from selfspec.draft_pass import Plan
 from selfspec.errors import UnsupportedModel
 from selfspec.masks import reaches
+from selfspec.switches import Plan
 from selfspec.target import Target
 
 
