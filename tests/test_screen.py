@@ -25,8 +25,10 @@ from selfspec.drawing import draw, draw_often
 from selfspec.draws import ScreenedDraws, drawable
 from selfspec.inference.guard.measure import measure
 from selfspec.inference.patch import patch, unpatch
+from selfspec.inference.tune_heads import costs
 from selfspec.likeliest import Likeliest
 from selfspec.output_head import FewRowsHead
+from selfspec.resolve import resolve_draft
 from selfspec.screen import Screen, Screened, _as_integers, _digits
 from selfspec.target import Target, TargetOutput
 from selfspec.walk import TorchChance
@@ -431,6 +433,17 @@ def test_costs_of_a_copy_that_is_given_up_meanwhile_are_not_kept(
     assert guarding._measured([5, 6, 7], {1}, False if target.draws else None) is broken
     assert not made
     unpatch(model)
+
+
+def test_nor_by_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    let_it_pay(monkeypatch)
+    monkeypatch.setattr(Screened, "likeliest", lambda _: None)
+    target = Target(wide_model())
+    assert target.screens
+    table = costs(target, resolve_draft("lookup", target), [5, 6, 7], contexts=(8,), seconds=0.0)
+    assert table.circumstances["logits"] == "all" and table.covers(1, [])
+    assert len(list(tmp_path.glob("costs/*.json"))) == 1
 
 
 def test_a_target_can_be_prepared_on_a_text() -> None:
