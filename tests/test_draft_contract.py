@@ -22,6 +22,7 @@ from selfspec.checkpoint import ADAPTER_WEIGHTS, CONFIG, WEIGHTS, load_head, rep
 from selfspec.draft import Budget, Draft, Needs, Sampling, Verified
 from selfspec.errors import CheckpointError, ConfigError, UnsupportedGeneration
 from selfspec.head import DraftHead
+from selfspec.heads import losses
 from selfspec.heads.adapter import AdapterConfig
 from selfspec.heads.blockwise import BlockwiseConfig
 from selfspec.heads.compose import ComposeConfig
@@ -36,6 +37,7 @@ from selfspec.heads.jetspec import JetSpecConfig
 from selfspec.heads.kangaroo import KangarooConfig
 from selfspec.heads.layer_skip import LayerSkipConfig
 from selfspec.heads.lookup import LookupConfig
+from selfspec.heads.losses import Teacher
 from selfspec.heads.low_rank import LowRankConfig
 from selfspec.heads.medusa import MedusaConfig
 from selfspec.heads.medusa2 import Medusa2Config
@@ -91,7 +93,11 @@ ROWS = [
     Row("blockwise", _blockwise),
     Row("compose", lambda **kw: ComposeConfig(parts=["lookup", LIKE_IT]), trainable=False),
     Row("dflash", lambda **kw: DFlashConfig(**{"draft_vocab_size": 50, "block_size": 4, **kw})),
-    Row("draft-model", lambda **kw: DraftModelConfig(model=LIKE_IT["model"], draws=False, dtype="float32"), trainable=False),
+    Row(
+        "draft-model",
+        lambda **kw: DraftModelConfig(model=LIKE_IT["model"], draws=False, dtype="float32"),
+        trainable=False,
+    ),
     Row("dspark", lambda **kw: DSparkConfig(**{"draft_vocab_size": 50, "block_size": 4, "stop_below": 0.0, **kw})),
     Row("eagle", lambda **kw: EagleConfig(**{"draft_vocab_size": 50, **kw})),
     Row("eagle3", lambda **kw: Eagle3Config(**{"draft_vocab_size": 50, **kw})),
@@ -547,6 +553,38 @@ def test_low_precision_and_large_features_stay_finite(row: Row, target: Target) 
     result = head.loss(large, torch.ones(2, 19, dtype=torch.bool))
     assert result.loss.dtype == torch.float32 and bool(torch.isfinite(result.loss))
     propose(head, head.begin(large)).check(verified.root, target.vocab_size)
+
+
+@each_trainable
+def test_losses_stay_float32_where_products_are_bfloat16(
+    row: Row, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each loss under autocast is that of float64 arithmetic on the same logits."""
+    head = make(row, target)
+    verified = read(target, head, tiny.text(2, 20))
+    mask = torch.ones(2, 19, dtype=torch.bool)
+    plain = head.loss(verified, mask)
+    seen: list[torch.dtype] = []
+
+    def watched(loss: Callable[[Tensor, Teacher], Tensor]) -> Callable[[Tensor, Teacher], Tensor]:
+        def watch(logits: Tensor, teacher: Teacher) -> Tensor:
+            value = loss(logits, teacher)
+            exact = replace(teacher, log_p=teacher.log_p.double())
+            with torch.autocast("cpu", enabled=False):
+                torch.testing.assert_close(value.double(), loss(logits.double(), exact), rtol=1e-5, atol=1e-5)
+            seen.append(value.dtype)
+            return value
+
+        return watch
+
+    watching = {name: tuple(map(watched, parts)) for name, parts in losses.LOSSES.items()}
+    monkeypatch.setattr(losses, "LOSSES", watching)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = head.loss(verified, mask)
+    result.loss.backward()
+    assert result.loss.dtype == torch.float32 and {torch.float32} == set(seen)
+    assert all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in head.parameters())
+    assert result.loss.item() == pytest.approx(plain.loss.item(), rel=0.05)
 
 
 @each_trainable

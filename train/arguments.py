@@ -13,6 +13,7 @@ from transformers.integrations import get_available_reporting_integrations
 
 from selfspec.errors import ConfigError, TrainingError
 from selfspec.head import DraftHead
+from selfspec.models import cpu_has
 from selfspec.train.distributed import configured_by_accelerate, deepspeed_config
 from selfspec.train.recipe import Optimisation
 
@@ -48,8 +49,14 @@ def accumulation(settings: Optimisation, world: int) -> int:
 
 
 def precise(settings: Optimisation, device: torch.device) -> bool:
-    """Whether to compute in bfloat16 (autocast)."""
+    """Whether to compute in bfloat16 (autocast).
+
+    `auto` asks what is faster: on CPUs that takes AMX, whose bfloat16 products train half again as fast as float32;
+    with AVX-512's instructions alone the casts cost what the products gain.
+    """
     if settings.precision == "auto":
+        if device.type == "cpu":
+            return cpu_has("amx_bf16")
         return device.type == "cuda" and torch.cuda.is_bf16_supported()
     return settings.precision == "bfloat16"
 
