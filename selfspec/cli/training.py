@@ -131,8 +131,8 @@ def _measure(recipe: Any, json: Path | None) -> None:
     found = measure(recipe, *load(recipe, connect(recipe.device, recipe.optimisation.strategy)))
     threads = f"{found['threads']} thread{'s' * (found['threads'] > 1)}"
     typer.echo(
-        f"{found['kind']} head in {found['precision']} on a {found['dtype']} target; {found['device']}, {threads}; batches "
-        f"of {found['batch_tokens']} tokens; median of {found['repeats']} x {found['steps']} steps (slowest-fastest)"
+        f"{found['kind']} head in {found['precision']} on a {found['dtype']} target; {found['device']}, {threads}; "
+        f"batches of {found['batch_tokens']} tokens; median of {found['repeats']} x {found['steps']} steps (range)"
     )
     typer.echo(f"{'loop':8} {'tokens/s':>10} {'spread':>17} {'of floor':>9} {'peak MiB':>9}")
     for name, run in found["runs"].items():
