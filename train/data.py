@@ -72,6 +72,23 @@ def _repeated(rows: int, weight: float) -> Iterator[int]:
         yield place % rows
 
 
+class Fillers(TorchDataset[dict[str, Tensor]]):
+    """Rows by their numbers; row `~n` is row n with nothing to learn."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, place: int) -> dict[str, Tensor]:
+        if place >= 0:
+            item: dict[str, Tensor] = self.rows[place]
+            return item
+        item = dict(self.rows[~place])
+        return item | {"learn": torch.zeros_like(item["learn"])}
+
+
 def collate(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """A batch.
 
@@ -119,22 +136,33 @@ def to_verified(batch: Mapping[str, Any], needs: Needs, target: Target, pack: bo
 class TokenBatches(Sampler[list[int]]):
     """Batches of rows of like length with at most `max_tokens` tokens, padding included, in a new order every epoch.
 
+    All processes get the same number of batches. Where rows do not suffice, a process gets one to learn nothing from:
+    its number is negative (`~row`), see `Fillers`.
+
     Args:
         lengths: of the rows.
         max_tokens: per batch; a longer row is a batch of its own.
         seed: with the epoch, decides the order.
         rank: this process.
-        world: processes; all get the same number of batches, the last few of which may come twice.
+        world: processes.
+        parts: how many processes share the rows of one batch.
     """
 
-    def __init__(self, lengths: Sequence[int], max_tokens: int, seed: int, rank: int = 0, world: int = 1) -> None:
-        if max_tokens < 1 or not 0 <= rank < world:
-            raise ConfigError(f"batches of {max_tokens} tokens for process {rank} of {world} cannot be made")
+    def __init__(
+        self, lengths: Sequence[int], max_tokens: int, seed: int, rank: int = 0, world: int = 1, parts: int = 1
+    ) -> None:
+        if max_tokens < 1 or not 0 <= rank < world or world % parts:
+            raise ConfigError(
+                f"batches of {max_tokens} tokens for process {rank} of {world}, {parts} to a batch, cannot be made"
+            )
         # Rows of one bucket count alike, so every epoch has the same number of batches.
         self.buckets = -(-np.asarray(lengths) // _BUCKET)
-        self.max_tokens, self.seed, self.rank, self.world = max_tokens, seed, rank, world
+        self.max_tokens, self.seed = max_tokens, seed
+        self.groups, self.parts = world // parts, parts
+        self.group, self.part = divmod(rank, parts)
+        self.filler = ~int(np.argmin(lengths))
         self.epoch = 0
-        self._length = -(-len(self._batches(0)) // world)
+        self._length = -(-len(self._batches(0)) // self.groups)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of an epoch."""
@@ -145,8 +173,9 @@ class TokenBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         batches = self._batches(self.epoch)
-        batches += [batches[i % len(batches)] for i in range(len(self) * self.world - len(batches))]
-        yield from batches[self.rank :: self.world]
+        for place in range(self.group, len(self) * self.groups, self.groups):
+            mine = batches[place][self.part :: self.parts] if place < len(batches) else []
+            yield mine or [self.filler]
 
     def _batches(self, epoch: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)

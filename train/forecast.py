@@ -21,7 +21,7 @@ from transformers import TrainerState as State
 from transformers import TrainingArguments as Args
 
 from selfspec.head import DraftHead
-from selfspec.train.data import collate
+from selfspec.train.data import Fillers, collate
 from selfspec.train.settings import DistillConfig
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Forecasting(TrainerCallback):
 
 def _seconds(trainer: HeadTrainer) -> tuple[float, float]:
     """Of a batch read, moved, passed forward and back, and of one passed forward alone; means over the epoch."""
-    batches = list(trainer.batches)
+    batches, rows = list(trainer.batches), Fillers(trainer.rows)
     count = min(_BATCHES, len(batches))
     chosen = [batches[i * len(batches) // count] for i in range(count)]
     both: list[float] = []
@@ -137,7 +137,7 @@ def _seconds(trainer: HeadTrainer) -> tuple[float, float]:
     try:
         for place, batch in enumerate([chosen[0], *chosen]):  # the first one warms up
             start = time.monotonic()
-            inputs = trainer._prepare_inputs(collate([trainer.rows[row] for row in batch]))
+            inputs = trainer._prepare_inputs(collate([rows[row] for row in batch]))
             with trainer.accelerator.autocast():
                 loss = trainer.trained(**inputs)["loss"]
             float(loss.detach())  # waits for the device

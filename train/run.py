@@ -44,6 +44,7 @@ from selfspec.train.resume import CHECKPOINTS, RESULT, newest_checkpoint, open_o
 from selfspec.train.settings import DistillConfig
 from selfspec.train.sharding import shard_target
 from selfspec.train.shards import load_counts, load_shards, read_manifest
+from selfspec.train.steps import steps_of_run
 from selfspec.train.trainer import HeadTrainer
 from selfspec.train.write import end_tokens
 from selfspec.vocab import most_frequent
@@ -237,6 +238,7 @@ def _trainer(recipe: Recipe, head: DraftHead, data: _Data, progress: bool, joine
     folder = Path(recipe.output) / CHECKPOINTS
     if joined.state.is_main_process:
         _try_saving(head, Path(recipe.output))
+    steps = steps_of_run(newest_checkpoint(folder), recipe.optimisation, joined.state.num_processes, joined.strategy)
     args = training_arguments(
         recipe.optimisation,
         folder,
@@ -246,11 +248,12 @@ def _trainer(recipe: Recipe, head: DraftHead, data: _Data, progress: bool, joine
         recipe.evaluation.every,
         joined.zero_stage,
         recipe.report_to,
+        steps,
     )
     size = head.target.hidden_size
     rows = TrainingRows([(load_shards(p), w) for p, w in data.train], head.needs, size)
     held_out = TrainingRows([(load_shards(p), 1.0) for p in data.held_out], head.needs, size) if data.held_out else None
-    trainer = HeadTrainer(head, rows, held_out, recipe.optimisation, args, progress, joined.strategy)
+    trainer = HeadTrainer(head, rows, held_out, recipe.optimisation, args, progress, joined.strategy, steps)
     trainer.forecast = announce(trainer)
     return trainer
 
