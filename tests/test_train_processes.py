@@ -79,7 +79,8 @@ def launch(
     if configuration:
         command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
         command += ["--main_process_port", port, "--config_file", str(recipes.path("x").parent / configuration)]
-    paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    known = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = {"PYTHONPATH": os.pathsep.join(known), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     return subprocess.run(
         [*command, *program],
         timeout=400, env=os.environ | paths | variables, check=False, text=True, capture_output=True,
