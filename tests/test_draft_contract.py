@@ -19,7 +19,7 @@ from torch import Tensor
 
 from selfspec import registry
 from selfspec.checkpoint import ADAPTER_WEIGHTS, CONFIG, WEIGHTS, load_head, replacing, save_head
-from selfspec.draft import Budget, Draft, Needs, Sampling, Verified
+from selfspec.draft import Budget, Draft, Needs, Sampling, TopTokens, Verified
 from selfspec.errors import CheckpointError, ConfigError, UnsupportedGeneration
 from selfspec.head import DraftHead
 from selfspec.heads import losses
@@ -531,6 +531,37 @@ def test_the_teacher_is_the_target_though_the_output_is_owned(row: Row, target: 
     hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
     assert not torch.allclose(own.output(hidden), borrowed.output(hidden))
     assert torch.equal(own.output.teach(hidden), borrowed.output(hidden))
+
+
+def top_tokens(target: Target, tokens: Tensor, known: int) -> TopTokens:
+    """What the model itself says after each token, `[B, T]`, as data hold it."""
+    with torch.no_grad():
+        probs, ids = target.model(tokens).logits.double().softmax(-1).sort(-1, descending=True)
+    rest = probs[..., known:].sum(-1).log()
+    return TopTokens(ids[..., :known], probs[..., :known].log().float(), rest.float())
+
+
+@each_trainable
+@pytest.mark.parametrize(
+    "loss",
+    ["forward_kl", *(pytest.param(name, marks=pytest.mark.nightly) for name in losses.LOSSES if name != "forward_kl")],
+)
+def test_stored_likeliest_tokens_teach_what_the_output_head_does(row: Row, target: Target, loss: str) -> None:
+    """All of them like the whole distribution, four like `teacher_top_k: 4`; wrong ones are believed too."""
+    whole = make(row, target, draft_vocab_size=tiny.VOCAB, loss=loss)
+    few = make(row, target, draft_vocab_size=tiny.VOCAB, loss=loss, teacher_top_k=4)
+    verified = read(target, whole, tiny.text(2, 20))
+    mask = torch.ones(2, 19, dtype=torch.bool)
+    every, four = (replace(verified, top=top_tokens(target, verified.tokens, known)) for known in (tiny.VOCAB, 4))
+    if whole.changes_target:
+        with pytest.raises(ConfigError, match="changes the target"):
+            whole.loss(every, mask)
+        return
+    torch.testing.assert_close(whole.loss(every, mask).loss, whole.loss(verified, mask).loss, rtol=1e-5, atol=1e-5)
+    for head in (whole, few):
+        torch.testing.assert_close(head.loss(four, mask).loss, few.loss(verified, mask).loss, rtol=1e-5, atol=1e-5)
+    wrong = replace(verified, top=replace(every.top, ids=every.top.ids.roll(1, -1)))
+    assert abs(whole.loss(wrong, mask).loss.item() - whole.loss(verified, mask).loss.item()) > 1e-4
 
 
 @each_trainable

@@ -38,7 +38,7 @@ def dataset_bytes(config: DistillConfig, hidden_size: int, tokens: int | None = 
     """Bytes on disk of a dataset of so many tokens (`max_tokens` if not given), with all that is stored of them."""
     features = len(config.layers) + config.hidden
     wide = hidden_size * 2 if config.feature_dtype == "bfloat16" else hidden_size + 4
-    each = 4 + 1 + 4 * config.predictions + 6 * config.top_logits + features * wide
+    each = 4 + 1 + 4 * config.predictions + 8 * config.top_logits + 4 * (config.top_logits > 0) + features * wide
     return (config.max_tokens if tokens is None else tokens) * each
 
 
