@@ -44,6 +44,7 @@ from selfspec.heads.medusa2 import Medusa2Config
 from selfspec.heads.spec_infer import SpecInferConfig
 from selfspec.heads.swift import SwiftConfig
 from selfspec.target import Target
+from selfspec.train.data import collate, to_verified
 from selfspec.tree import DraftTree
 from selfspec.vocab import most_frequent
 
@@ -531,6 +532,27 @@ def test_the_teacher_is_the_target_though_the_output_is_owned(row: Row, target: 
     hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
     assert not torch.allclose(own.output(hidden), borrowed.output(hidden))
     assert torch.equal(own.output.teach(hidden), borrowed.output(hidden))
+
+
+@each_trainable
+def test_documents_read_in_one_row_teach_as_they_do_alone(row: Row, target: Target) -> None:
+    """The target reads them one after another, past its window, with positions and attention of their own."""
+    head, one = make(row, target), torch.tensor(1)
+    documents = []
+    for place, length in enumerate((9, 23, 2, 14)):
+        learn = torch.arange(length) >= place  # the first tokens of some are a prompt
+        documents.append({"input_ids": tiny.text(1, length, seed=length)[0], "learn": learn})
+    batch = collate(documents)
+    packed = to_verified(batch, head.needs, target, pack=True)
+    together = head.loss(packed, batch["labels"] >= 0, one)
+    alone = []
+    for document in documents:
+        batch = collate([document])
+        alone.append(head.loss(to_verified(batch, head.needs, target), batch["labels"] >= 0, one))
+    torch.testing.assert_close(together.loss, torch.stack([a.loss for a in alone]).sum(), rtol=1e-4, atol=1e-4)
+    assert torch.equal(together.seen, torch.stack([a.seen for a in alone]).sum(0))
+    assert together.seen.sum() > 30
+    assert torch.equal(together.correct, torch.stack([a.correct for a in alone]).sum(0))
 
 
 def top_tokens(target: Target, tokens: Tensor, known: int) -> TopTokens:

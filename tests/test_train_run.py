@@ -484,6 +484,41 @@ def test_runs_are_reused_or_refused(cyclic: PreTrainedModel, cyclic_text: str, t
     assert weights.stat().st_mtime_ns != written
 
 
+def test_a_recipe_learns_from_logits_that_it_stores(cyclic: PreTrainedModel, cyclic_text: str, tmp_path: Path) -> None:
+    """Three stored tokens at each place give the losses of the output head with `teacher_top_k: 3`."""
+    found = []
+    for name, known, top_k in (("stored", 3, 0), ("asked", 0, 3)):
+        recipe = cyclic_recipe(
+            ONE, cyclic_text, tmp_path / name,
+            draft={"kind": ONE, "loss": "reverse_kl", "teacher_top_k": top_k}, vocabulary={"size": 0},
+            data=[{"source": cyclic_text, "length": 32, "max_tokens": 2000, "top_logits": known}],
+            optimisation={"max_steps": 4, "batch_tokens": 512, "precision": "float32"}, store_features=False,
+            evaluation={"prompts": 0, "tokens": 300}, log_every=1,
+        )  # fmt: skip
+        train(recipe, cyclic, tokenizer(), progress=False)
+        record = json.loads((tmp_path / name / "training.json").read_text())
+        found.append([entry["loss"] for entry in record["history"] if "loss" in entry])
+    assert found[0] == pytest.approx(found[1], rel=1e-4) and len(found[0]) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, r"among the 40 of a draft vocabulary; set vocabulary\.size=0"),
+        ({"vocabulary": {"size": 0}, "draft": {"kind": "medusa-2"}}, "medusa-2 changes the target"),
+        ({"data": [{"top_logits": 3}, {"top_logits": 4}]}, r"top_logits \[3, 4\]; set one for all"),
+    ],
+)
+def test_logits_that_teach_nothing_are_refused_before_text_is_made(
+    options: dict[str, Any], says: str, cyclic: PreTrainedModel, cyclic_text: str, tmp_path: Path
+) -> None:
+    data = [{"source": cyclic_text, "top_logits": 3}]
+    recipe = cyclic_recipe(ONE, cyclic_text, tmp_path / "out", **{"data": data, **options})
+    with pytest.raises(ConfigError, match=says):
+        train(recipe, cyclic, tokenizer(), progress=False)
+    assert not (tmp_path / "out" / "data").exists()
+
+
 def test_text_of_another_dtype_does_not_stand_in_the_way(
     cyclic: PreTrainedModel, cyclic_text: str, tmp_path: Path
 ) -> None:
