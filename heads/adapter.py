@@ -12,7 +12,7 @@ Letters: B rows, T places, D hidden size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from selfspec.head import DraftConfig, DraftHead, HeadLoss
 from selfspec.heads.early_exit import EarlyExit
 from selfspec.heads.layer_skip import LayerSkip
 from selfspec.heads.lora import LoraUpdates, choose_linear
-from selfspec.heads.losses import TaughtConfig, denominator, learn, taught_places, teach
+from selfspec.heads.losses import TaughtConfig, denominator, learn, taught_places, teach_at
 from selfspec.heads.self_draft import SelfDraft, SelfState
 from selfspec.heads.trunk import HeadOutput, WholeOutput
 from selfspec.registry import register
@@ -131,7 +131,7 @@ class Adapter(DraftHead):
         full, drafted = replay(self.target, tokens, starts, plan)
         row, column = taught_places(verified, mask)
         dtype = self.output.rows.dtype
-        teacher = teach(self.output, full[row, column].to(dtype), self.config.teacher_top_k)
+        teacher = teach_at(self.output, replace(verified, hidden=full), row, column, self.config.teacher_top_k)
         guess = drafted[row, column].to(dtype)
         level = column - starts[row, column]
         correct, seen, loss = [], [], guess.new_zeros((), dtype=torch.float32)

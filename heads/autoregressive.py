@@ -21,7 +21,7 @@ from selfspec.draft import Budget, DraftState, Sampling, Verified, last_of
 from selfspec.errors import ConfigError
 from selfspec.head import DraftHead, HeadLoss
 from selfspec.heads.layers import LayerShape, StepStore
-from selfspec.heads.losses import TaughtConfig, denominator, learn, taught_places, teach
+from selfspec.heads.losses import TaughtConfig, denominator, learn, taught_places, teach_at
 from selfspec.heads.trees import TreePlanner
 from selfspec.target import Target
 from selfspec.tree import DraftTree, Path
@@ -214,7 +214,7 @@ class AutoregressiveHead(DraftHead):
         assert verified.hidden is not None
         row, column = taught_places(verified, mask)
         taught = verified.hidden[row, column]
-        teacher = teach(self.output, taught.to(self.output.rows.dtype), self.config.teacher_top_k)
+        teacher = teach_at(self.output, verified, row, column, self.config.teacher_top_k)
         loss, correct, seen = taught.new_zeros((), dtype=torch.float32), [], []
         for step, guesses in enumerate(self._passes(verified)):
             guess = guesses[row, column - 1]

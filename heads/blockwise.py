@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from selfspec.draft import Budget, DraftState, Needs, Sampling, Verified, last_of
 from selfspec.errors import ConfigError
 from selfspec.head import DraftHead, HeadLoss
-from selfspec.heads.losses import TaughtConfig, denominator, learn, taught_places, teach
+from selfspec.heads.losses import TaughtConfig, denominator, learn, taught_places, teach_at
 from selfspec.registry import register
 from selfspec.target import Target
 from selfspec.tree import DraftTree, TreeShape
@@ -128,7 +128,7 @@ class Blockwise(DraftHead):
         assert verified.hidden is not None
         hidden = verified.hidden.to(self.inner.weight.dtype)
         row, column = taught_places(verified, mask)
-        teacher = teach(self.output, hidden[row, column], self.config.teacher_top_k)
+        teacher = teach_at(self.output, verified, row, column, self.config.teacher_top_k)
         moved = self._heads(hidden.flatten(0, 1)).unflatten(1, hidden.shape[:2])
         loss, correct, seen = hidden.new_zeros((), dtype=torch.float32), [], []
         for j in range(self.config.num_heads):

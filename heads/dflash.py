@@ -28,7 +28,7 @@ from selfspec.heads.best_first import likeliest_tree
 from selfspec.heads.context_layers import ContextLayer
 from selfspec.heads.dflash_config import DFlashConfig, check, fill_from_target, layer_shape
 from selfspec.heads.layers import RMSNorm, StepStore, draw_weights
-from selfspec.heads.losses import HeadScore, Teacher, denominator, learn, taught_places, teach
+from selfspec.heads.losses import HeadScore, Teacher, denominator, learn, taught_places, teach_at
 from selfspec.heads.rotary import Rotary
 from selfspec.registry import register
 from selfspec.target import Target
@@ -202,7 +202,7 @@ class DFlash(DraftHead):
         row, column = taught_places(verified, mask)
         taught = torch.full_like(verified.tokens, -1)
         taught[row, column] = torch.arange(row.numel(), device=row.device)
-        teacher = teach(self.output, verified.hidden.to(self.fc.weight)[row, column], self.config.teacher_top_k)
+        teacher = teach_at(self.output, verified, row, column, self.config.teacher_top_k)
         anchors = choose_anchors(verified, taught >= 0, self._depths, self.config.anchors, self.hidden_norm.weight)
         said = self._train_blocks(verified, anchors)
         loss, correct, seen = said.new_zeros((), dtype=torch.float32), [], []

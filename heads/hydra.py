@@ -36,7 +36,7 @@ from selfspec.heads.autoregressive import (
     layer_shape,
 )
 from selfspec.heads.layers import CrossAttention, DecoderLayer, GatedMLP, RMSNorm, draw_weights
-from selfspec.heads.losses import denominator, learn, taught_places, teach
+from selfspec.heads.losses import denominator, learn, taught_places, teach_at
 from selfspec.heads.rotary import Rotary
 from selfspec.heads.trees import TreePlanner
 from selfspec.registry import register
@@ -240,8 +240,7 @@ class Hydra(DraftHead):
         """
         assert verified.hidden is not None
         row, column = taught_places(verified, mask)
-        taught = verified.hidden[row, column]
-        teacher = teach(self.output, taught.to(self.output.rows.dtype), self.config.teacher_top_k)
+        teacher = teach_at(self.output, verified, row, column, self.config.teacher_top_k)
         positions = torch.arange(mask.shape[1], device=mask.device).unsqueeze(0)
         prefix = self._prefix(verified, positions, None, [None] * len(self.layers))
         loss, correct, seen = prefix.new_zeros((), dtype=torch.float32), [], []

@@ -30,7 +30,7 @@ from selfspec.errors import ConfigError
 from selfspec.head import DraftHead, HeadLoss
 from selfspec.heads.autoregressive import LayeredConfig, causal_over_cache, fill_from_target, layer_shape
 from selfspec.heads.layers import Attention, RMSNorm
-from selfspec.heads.losses import denominator, learn, taught_places, teach
+from selfspec.heads.losses import denominator, learn, taught_places, teach_at
 from selfspec.heads.rotary import Rotary
 from selfspec.heads.trunk import HeadOutput, Trunk
 from selfspec.registry import register
@@ -193,7 +193,7 @@ class Kangaroo(DraftHead):
         row, column = taught_places(verified, mask)
         positions = torch.arange(verified.tokens.shape[1], device=mask.device).unsqueeze(0)
         guess = self._run(verified.layers[0], positions, None, None)[row, column]
-        teacher = teach(self.output, verified.hidden[row, column].to(guess.dtype), self.config.teacher_top_k)
+        teacher = teach_at(self.output, verified, row, column, self.config.teacher_top_k)
         real = torch.ones(row.shape, device=row.device)
         score = learn(self.output, guess, teacher, real, self.config)
         count = real.sum().unsqueeze(0)

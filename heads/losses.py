@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from selfspec.draft import Verified
+from selfspec.draft import TopTokens, Verified
 from selfspec.draft_output import DraftOutput
 from selfspec.errors import ConfigError
 from selfspec.head import HeadConfig
@@ -44,7 +44,8 @@ class TaughtConfig(HeadConfig):
     Args:
         loss: one of `LOSSES`.
         teacher_top_k: compare the teacher's likeliest tokens one by one and all others as one outcome; 0 compares
-            every token. Saves memory and time where the draft vocabulary is large.
+            every token, or all that training data store of it (`top_logits`). Saves memory and time where the draft
+            vocabulary is large.
         lk_decay: how fast `lk_hybrid` turns from KL to acceptance as the acceptance grows.
     """
 
@@ -101,6 +102,55 @@ def taught_places(verified: Verified, mask: Tensor) -> tuple[Tensor, Tensor]:
     columns = torch.arange(mask.shape[1], device=mask.device)
     row, column = (mask & (columns > 0) & (columns < verified.counts.unsqueeze(1))).nonzero(as_tuple=True)
     return row, column
+
+
+@torch.no_grad()
+def teach_at(output: DraftOutput, verified: Verified, row: Tensor, column: Tensor, top_k: int = 0) -> Teacher:
+    """The teacher at some places: what is stored of the target's distribution, else `teach` on its hidden states.
+
+    Args:
+        output: of the head.
+        verified: with `top`, or `hidden`.
+        row: `[P]` int64.
+        column: `[P]` int64.
+        top_k: see `TaughtConfig.teacher_top_k`; of what is stored, 0 takes all.
+
+    Raises:
+        ConfigError: what is stored does not say what is asked.
+    """
+    if verified.top is not None:
+        top = verified.top
+        return stored_teacher(output.vocab, TopTokens(*(t[row, column] for t in (top.ids, top.log_p, top.rest))), top_k)
+    assert verified.hidden is not None
+    return teach(output, verified.hidden[row, column].to(output.rows.dtype), top_k)
+
+
+def stored_teacher(vocab: DraftVocab, top: TopTokens, top_k: int = 0) -> Teacher:
+    """The teacher at P places, from the K likeliest tokens at each (`[P, K]`, `[P, K]` and `[P]`).
+
+    All other tokens are one outcome, as with `teacher_top_k`.
+
+    Raises:
+        ConfigError: a reduced draft vocabulary, or fewer tokens than `top_k`.
+    """
+    known, size = top.ids.shape[-1], vocab.size
+    if size < vocab.target_size:
+        raise ConfigError(
+            f"the data store the target's {known} likeliest of {vocab.target_size} tokens (top_logits), which does not "
+            f"say how likely each is among the {size} of the draft vocabulary; set vocabulary.size=0, or make the data "
+            "without top_logits and with store_features=true"
+        )
+    kept = min(top_k or known, size)
+    if kept > known:
+        raise ConfigError(
+            f"draft.teacher_top_k is {top_k}, the data store {known} tokens (top_logits) at each place; lower it to "
+            f"{known}, set it to 0 to use all that is stored, or make the data with top_logits={top_k}"
+        )
+    ids, log_p = top.ids.long(), top.log_p.float()
+    if kept == size:
+        return Teacher(torch.empty_like(log_p).scatter_(1, ids, log_p), ids[:, 0])
+    others = torch.cat([log_p[:, kept:], top.rest.float().unsqueeze(-1)], -1).logsumexp(-1, keepdim=True)
+    return Teacher(torch.cat([log_p[:, :kept], others], -1), ids[:, 0], ids[:, :kept])
 
 
 @torch.no_grad()

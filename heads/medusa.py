@@ -18,7 +18,7 @@ from selfspec.errors import ConfigError
 from selfspec.head import DraftHead, HeadLoss
 from selfspec.heads.best_first import likeliest_tree
 from selfspec.heads.layers import ResidualBlocks
-from selfspec.heads.losses import TaughtConfig, denominator, learn, taught_places, teach
+from selfspec.heads.losses import TaughtConfig, denominator, learn, taught_places, teach_at
 from selfspec.heads.trees import check_choices, cut_choices, default_choices
 from selfspec.registry import register
 from selfspec.target import Target
@@ -162,7 +162,7 @@ class Medusa(DraftHead):
         assert verified.hidden is not None
         hidden = verified.hidden.to(self.blocks.weight.dtype)
         row, column = taught_places(verified, mask)
-        teacher = teach(self.output, hidden[row, column], self.config.teacher_top_k)
+        teacher = teach_at(self.output, verified, row, column, self.config.teacher_top_k)
         moved = self.blocks(hidden.flatten(0, 1)).unflatten(1, hidden.shape[:2])
         loss, correct, seen = hidden.new_zeros((), dtype=torch.float32), [], []
         for j in range(self.config.num_heads):

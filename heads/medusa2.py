@@ -111,6 +111,11 @@ class Medusa2(Medusa):
     def loss(self, verified: Verified, mask: Tensor, items: Tensor | None = None) -> HeadLoss:
         """The first stage is Medusa's loss, the second L of the module's head. `correct` and `seen` are the heads'."""
         assert verified.hidden is not None
+        if verified.top is not None:
+            raise ConfigError(
+                "medusa-2 changes the target while it trains, so the logits that the data store (top_logits) are soon "
+                "wrong; make the data without them"
+            )
         if self.trained_share < self.config.warmup:
             alone = super().loss(verified, mask, items)
             idle = sum(p.sum() for p in self.peft.parameters()) * 0.0

@@ -21,6 +21,11 @@ def path(name: str) -> Path:
     return _FOLDER / f"{name}.yaml"
 
 
+def configuration(name: str) -> Path:
+    """A configuration for `accelerate launch --config_file`: `ddp`, `fsdp`, `zero2` or `zero3`."""
+    return _FOLDER / "accelerate" / f"{name}.yaml"
+
+
 def prompts() -> Path:
     """The prompts of `bench`: JSONL, ten of each task, with a `category`."""
     return _FOLDER / "prompts.jsonl"

@@ -95,6 +95,21 @@ class Sampling:
 
 
 @dataclass(frozen=True, eq=False)
+class TopTokens:
+    """The target's likeliest tokens after each place, as training data may hold them.
+
+    Args:
+        ids: `[B, T, K]` integer, the likeliest first.
+        log_p: `[B, T, K]` float32, log of their probabilities.
+        rest: `[B, T]` float32, log of the probability of all other tokens together; minus infinity if there are none.
+    """
+
+    ids: Tensor
+    log_p: Tensor
+    rest: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Verified:
     """What the target has just read: the prompt at `begin`, one accepted path at `observe`.
 
@@ -111,6 +126,7 @@ class Verified:
         cache: the target's cache, which holds the committed tokens but the newest (the engine keeps it and drops rows
             that ended); None unless needed. A draft may write behind the committed slots (`SlotCache.drafting`) and
             must leave all else as it is.
+        top: what the target says next at each place, where training data hold it; None asks its output head.
     """
 
     tokens: Tensor
@@ -120,6 +136,7 @@ class Verified:
     layers: tuple[Tensor, ...] = ()
     nodes: Tensor | None = None
     cache: SlotCache | None = None
+    top: TopTokens | None = None
 
     @cached_property
     def count_list(self) -> list[int]:

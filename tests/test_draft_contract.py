@@ -19,9 +19,10 @@ from torch import Tensor
 
 from selfspec import registry
 from selfspec.checkpoint import ADAPTER_WEIGHTS, CONFIG, WEIGHTS, load_head, replacing, save_head
-from selfspec.draft import Budget, Draft, Needs, Sampling, Verified
+from selfspec.draft import Budget, Draft, Needs, Sampling, TopTokens, Verified
 from selfspec.errors import CheckpointError, ConfigError, UnsupportedGeneration
 from selfspec.head import DraftHead
+from selfspec.heads import losses
 from selfspec.heads.adapter import AdapterConfig
 from selfspec.heads.blockwise import BlockwiseConfig
 from selfspec.heads.compose import ComposeConfig
@@ -36,12 +37,14 @@ from selfspec.heads.jetspec import JetSpecConfig
 from selfspec.heads.kangaroo import KangarooConfig
 from selfspec.heads.layer_skip import LayerSkipConfig
 from selfspec.heads.lookup import LookupConfig
+from selfspec.heads.losses import Teacher
 from selfspec.heads.low_rank import LowRankConfig
 from selfspec.heads.medusa import MedusaConfig
 from selfspec.heads.medusa2 import Medusa2Config
 from selfspec.heads.spec_infer import SpecInferConfig
 from selfspec.heads.swift import SwiftConfig
 from selfspec.target import Target
+from selfspec.train.data import collate, to_verified
 from selfspec.tree import DraftTree
 from selfspec.vocab import most_frequent
 
@@ -532,6 +535,58 @@ def test_the_teacher_is_the_target_though_the_output_is_owned(row: Row, target: 
 
 
 @each_trainable
+def test_documents_read_in_one_row_teach_as_they_do_alone(row: Row, target: Target) -> None:
+    """The target reads them one after another, past its window, with positions and attention of their own."""
+    head, one = make(row, target), torch.tensor(1)
+    documents = []
+    for place, length in enumerate((9, 23, 2, 14)):
+        learn = torch.arange(length) >= place  # the first tokens of some are a prompt
+        documents.append({"input_ids": tiny.text(1, length, seed=length)[0], "learn": learn})
+    batch = collate(documents)
+    packed = to_verified(batch, head.needs, target, pack=True)
+    together = head.loss(packed, batch["labels"] >= 0, one)
+    alone = []
+    for document in documents:
+        batch = collate([document])
+        alone.append(head.loss(to_verified(batch, head.needs, target), batch["labels"] >= 0, one))
+    torch.testing.assert_close(together.loss, torch.stack([a.loss for a in alone]).sum(), rtol=1e-4, atol=1e-4)
+    assert torch.equal(together.seen, torch.stack([a.seen for a in alone]).sum(0))
+    assert together.seen.sum() > 30
+    assert torch.equal(together.correct, torch.stack([a.correct for a in alone]).sum(0))
+
+
+def top_tokens(target: Target, tokens: Tensor, known: int) -> TopTokens:
+    """What the model itself says after each token, `[B, T]`, as data hold it."""
+    with torch.no_grad():
+        probs, ids = target.model(tokens).logits.double().softmax(-1).sort(-1, descending=True)
+    rest = probs[..., known:].sum(-1).log()
+    return TopTokens(ids[..., :known], probs[..., :known].log().float(), rest.float())
+
+
+@each_trainable
+@pytest.mark.parametrize(
+    "loss",
+    ["forward_kl", *(pytest.param(name, marks=pytest.mark.nightly) for name in losses.LOSSES if name != "forward_kl")],
+)
+def test_stored_likeliest_tokens_teach_what_the_output_head_does(row: Row, target: Target, loss: str) -> None:
+    """All of them like the whole distribution, four like `teacher_top_k: 4`; wrong ones are believed too."""
+    whole = make(row, target, draft_vocab_size=tiny.VOCAB, loss=loss)
+    few = make(row, target, draft_vocab_size=tiny.VOCAB, loss=loss, teacher_top_k=4)
+    verified = read(target, whole, tiny.text(2, 20))
+    mask = torch.ones(2, 19, dtype=torch.bool)
+    every, four = (replace(verified, top=top_tokens(target, verified.tokens, known)) for known in (tiny.VOCAB, 4))
+    if whole.changes_target:
+        with pytest.raises(ConfigError, match="changes the target"):
+            whole.loss(every, mask)
+        return
+    torch.testing.assert_close(whole.loss(every, mask).loss, whole.loss(verified, mask).loss, rtol=1e-5, atol=1e-5)
+    for head in (whole, few):
+        torch.testing.assert_close(head.loss(four, mask).loss, few.loss(verified, mask).loss, rtol=1e-5, atol=1e-5)
+    wrong = replace(verified, top=replace(every.top, ids=every.top.ids.roll(1, -1)))
+    assert abs(whole.loss(wrong, mask).loss.item() - whole.loss(verified, mask).loss.item()) > 1e-4
+
+
+@each_trainable
 def test_fresh_heads_are_finite_and_repeatable(row: Row, target: Target) -> None:
     heads = [
         registry.method(row.kind).from_target(row.config(num_layers=2), target, torch.Generator().manual_seed(5))
@@ -551,6 +606,38 @@ def test_low_precision_and_large_features_stay_finite(row: Row, target: Target) 
     result = head.loss(large, torch.ones(2, 19, dtype=torch.bool))
     assert result.loss.dtype == torch.float32 and bool(torch.isfinite(result.loss))
     propose(head, head.begin(large)).check(verified.root, target.vocab_size)
+
+
+@each_trainable
+def test_losses_stay_float32_where_products_are_bfloat16(
+    row: Row, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each loss under autocast is that of float64 arithmetic on the same logits."""
+    head = make(row, target)
+    verified = read(target, head, tiny.text(2, 20))
+    mask = torch.ones(2, 19, dtype=torch.bool)
+    plain = head.loss(verified, mask)
+    seen: list[torch.dtype] = []
+
+    def watched(loss: Callable[[Tensor, Teacher], Tensor]) -> Callable[[Tensor, Teacher], Tensor]:
+        def watch(logits: Tensor, teacher: Teacher) -> Tensor:
+            value = loss(logits, teacher)
+            exact = replace(teacher, log_p=teacher.log_p.double())
+            with torch.autocast("cpu", enabled=False):
+                torch.testing.assert_close(value.double(), loss(logits.double(), exact), rtol=1e-5, atol=1e-5)
+            seen.append(value.dtype)
+            return value
+
+        return watch
+
+    watching = {name: tuple(map(watched, parts)) for name, parts in losses.LOSSES.items()}
+    monkeypatch.setattr(losses, "LOSSES", watching)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = head.loss(verified, mask)
+    result.loss.backward()
+    assert result.loss.dtype == torch.float32 and {torch.float32} == set(seen)
+    assert all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in head.parameters())
+    assert result.loss.item() == pytest.approx(plain.loss.item(), rel=0.05)
 
 
 @each_trainable

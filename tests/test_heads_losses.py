@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selfspec.draft import Verified
+from selfspec.draft import TopTokens, Verified
 from selfspec.errors import ConfigError
 from selfspec.head import DraftOutput
 from selfspec.heads import losses
@@ -28,11 +28,13 @@ from selfspec.heads.losses import (
     lk_alpha,
     reverse_kl,
     soft_cross_entropy,
+    stored_teacher,
     taught_places,
     teach,
     teacher_of,
     total_variation,
 )
+from selfspec.vocab import DraftVocab
 
 PLACES, COLUMNS = 6, 11
 each_top_k = pytest.mark.parametrize("top_k", [0, 1, 4, COLUMNS])
@@ -77,6 +79,38 @@ def test_values_and_gradients_are_those_of_the_definition(
     (value * weights).sum().backward()
     (wanted * weights).sum().backward()
     torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-10, rtol=1e-10)
+
+
+def stored(truth: Tensor, known: int) -> TopTokens:
+    """What data hold of logits `[P, V]`, by sorting probabilities."""
+    probs, ids = truth.softmax(-1).sort(-1, descending=True)
+    return TopTokens(ids[:, :known].int(), probs[:, :known].log().float(), probs[:, known:].sum(-1).log().float())
+
+
+@pytest.mark.parametrize("known", [1, 4, COLUMNS - 1, COLUMNS])
+@pytest.mark.parametrize("fewer", [0, 1, 3])
+@pytest.mark.parametrize("loss", list(DEFINITIONS), ids=lambda loss: loss.__name__)
+def test_stored_likeliest_tokens_teach_the_definition(
+    loss: Callable[[Tensor, Teacher], Tensor], known: int, fewer: int
+) -> None:
+    """The tokens told apart are the stored ones, or the likeliest of them; all others are one outcome."""
+    truth = random(PLACES, COLUMNS, seed=1, dtype=torch.float64) * 2
+    logits = random(PLACES, COLUMNS, dtype=torch.float64)
+    kept = min(fewer, known) or known
+    teacher = stored_teacher(DraftVocab(COLUMNS, COLUMNS), stored(truth, known), min(fewer, known))
+    columns = None if kept == COLUMNS else truth.argsort(-1, descending=True)[:, :kept]
+    assert teacher.columns is None if columns is None else torch.equal(teacher.columns, columns)
+    wanted = DEFINITIONS[loss](outcomes(truth, columns), outcomes(logits, columns))
+    torch.testing.assert_close(loss(logits.float(), teacher).double(), wanted, atol=1e-5, rtol=1e-5)
+    assert torch.equal(teacher.first, truth.argmax(-1))
+
+
+def test_stored_tokens_that_do_not_say_what_is_asked_are_refused() -> None:
+    top = stored(random(PLACES, COLUMNS), 4)
+    with pytest.raises(ConfigError, match=r"teacher_top_k is 5, the data store 4 .* top_logits=5"):
+        stored_teacher(DraftVocab(COLUMNS, COLUMNS), top, 5)
+    with pytest.raises(ConfigError, match=r"4 likeliest of 11 .* among the 7 of the draft vocabulary"):
+        stored_teacher(DraftVocab(7, COLUMNS), top)
 
 
 @each_loss

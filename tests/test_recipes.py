@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from functools import cache
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
 from families import VOCAB, build
 from train_tools import tokenizer
 
@@ -113,6 +116,55 @@ def test_recipes_for_engines_name_a_format_of_each() -> None:
     named = {one for name in recipes.names() for one in exported_to(name)}
     assert {"vllm-eagle", "sglang-eagle", "vllm-eagle3", "sglang-eagle3", "speculators", "vllm-dflash"} <= named
     assert all(exported_to(name) for name in recipes.names() if loaded(name).draft["kind"] == "eagle3")
+
+
+def header_field(name: str, field: str) -> str:
+    """What the header of a recipe says there; empty if nothing."""
+    lines = recipes.path(name).read_text(encoding="utf-8").splitlines()
+    return next((line.removeprefix(f"# {field}: ") for line in lines if line.startswith(f"# {field}: ")), "")
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_the_command_of_a_recipe_is_one(name: str) -> None:
+    words = shlex.split(header_field(name, "command"))
+    assert words[:3] == ["selfspec", "train", name]
+    load_recipe(words[2], words[3:])
+
+
+LAUNCHED = [name for name in recipes.names() if header_field(name, "launch")]
+
+
+def test_recipes_for_several_gpus_say_how_to_launch_them() -> None:
+    several = [name for name in recipes.names() if re.match(r"(?!1 )\d+ GPUs? ", header_field(name, "hardware"))]
+    assert several and several == LAUNCHED
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_launch_lines_name_a_shipped_configuration_and_parse(name: str) -> None:
+    words = shlex.split(header_field(name, "launch"))
+    assert words[:2] == ["accelerate", "launch"]
+    found = launch_command_parser().parse_args(words[2:])
+    file = Path(found.config_file)
+    assert file == Path("recipes") / "accelerate" / file.name and recipes.configuration(file.stem).is_file()
+    assert found.module and found.training_script == "selfspec.train" and found.training_script_args[0] == name
+    recipe = load_recipe(name, found.training_script_args[1:])
+    said = re.match(r"(\d+) GPUs? ", header_field(name, "hardware"))
+    assert said is not None and int(said[1]) == found.num_processes
+    configured = load_config_from_file(str(recipes.configuration(file.stem)))
+    assert configured.num_processes == found.num_processes and not configured.use_cpu
+    sharded = file.stem == "fsdp" or recipe.optimisation.strategy == "fsdp"
+    assert sharded == (file.stem == "fsdp" and recipe.optimisation.strategy == "fsdp"), "the recipe shards, or neither"
+    assert (configured.distributed_type == "DEEPSPEED") == file.stem.startswith("zero")
+
+
+def test_every_shipped_configuration_is_one_of_accelerates() -> None:
+    files = sorted(recipes.configuration("x").parent.glob("*.yaml"))
+    assert [file.stem for file in files] == ["ddp", "fsdp", "zero2", "zero3"]
+    for file in files:
+        line = next(line for line in file.read_text(encoding="utf-8").splitlines() if "accelerate launch" in line)
+        found = launch_command_parser().parse_args(shlex.split(line.removeprefix("# "))[2:])
+        assert (found.config_file, found.training_script) == (file.name, "selfspec.train")
+        assert load_config_from_file(str(file)).mixed_precision == "no", "the recipe says it"
 
 
 @pytest.mark.parametrize("name", forecast.MODELS)

@@ -20,10 +20,11 @@ from selfspec.train import answer as answer_module
 from selfspec.train import distill as distill_module
 from selfspec.train.chat import ChatFormat
 from selfspec.train.corpus import in_split, stdlib_files, stdlib_snippets, stdlib_sources
-from selfspec.train.data import IGNORED, TokenBatches, TrainingRows, collate, to_verified
+from selfspec.train.data import IGNORED, Fillers, TokenBatches, TrainingRows, collate, to_verified
 from selfspec.train.distill import DistillConfig, distill
 from selfspec.train.prompts import encode_prompt, encode_text, prefix_ids, read_documents
 from selfspec.train.shards import StoredText, load_counts, load_shards
+from selfspec.train.steps import Steps
 from selfspec.train.write import Picking, pick, write
 
 torch.set_num_threads(1)
@@ -419,7 +420,7 @@ def test_weights_repeat_rows(target: Any, text_file: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_token_batches_cover_every_row(world: int) -> None:
+def test_token_batches_cover_every_row_once(world: int) -> None:
     lengths = [1 + (37 * i) % 100 for i in range(50)]
     ranks = [TokenBatches(lengths, 256, 0, rank, world) for rank in range(world)]
     epochs = []
@@ -428,7 +429,42 @@ def test_token_batches_cover_every_row(world: int) -> None:
             rank.set_epoch(epoch)
         batches = [batch for rank in ranks for batch in rank]
         assert {len(list(rank)) for rank in ranks} == {len(ranks[0])}
-        assert {row for batch in batches for row in batch} == set(range(50))
+        assert sorted(row for batch in batches for row in batch if row >= 0) == list(range(50))
         assert all(len(b) * max(lengths[i] for i in b) <= 256 for b in batches)
         epochs.append(batches)
     assert epochs[0] != epochs[1]
+
+
+LENGTHS = [1 + (37 * i) % 100 for i in range(47)]
+
+
+def rows_by_step(steps: Steps, world: int) -> list[list[int]]:
+    """What all processes together learn from in each step of an epoch."""
+    accumulated, parts = steps.shared(world)
+    found: list[list[int]] = []
+    for rank in range(world):
+        batches = list(TokenBatches(LENGTHS, steps.tokens, 3, rank, world, parts))
+        mine = [batches[i : i + accumulated] for i in range(0, len(batches), accumulated)]
+        found = found or [[] for _ in mine]
+        for rows, part in zip(found, mine, strict=True):
+            rows += [row for batch in part for row in batch if row >= 0]
+    return [sorted(rows) for rows in found]
+
+
+@pytest.mark.parametrize("world", [2, 4, 8, 12])
+def test_any_number_of_processes_reads_the_steps_of_one(world: int) -> None:
+    alone = list(TokenBatches(LENGTHS, 256, 3))
+    wanted = [sorted(row for batch in alone[i : i + 4] for row in batch) for i in range(0, len(alone), 4)]
+    assert len(alone) % 4, "the last step is a short one"
+    assert rows_by_step(Steps(256, 4), world) == wanted
+
+
+def test_steps_that_processes_cannot_share_are_refused() -> None:
+    with pytest.raises(ConfigError, match="4 batches of 256 tokens, which 3 processes cannot"):
+        Steps(256, 4).shared(3)
+
+
+def test_a_filler_is_a_row_that_counts_nothing() -> None:
+    rows = [{"input_ids": torch.arange(n), "learn": torch.ones(n, dtype=torch.bool)} for n in (3, 5)]
+    batch = collate([Fillers(rows)[1], Fillers(rows)[~0]])
+    assert batch["labels"].tolist() == [[IGNORED, 2, 3, 4], [IGNORED] * 4]

@@ -22,6 +22,7 @@ from train_tools import CHAT, tokenizer
 
 from selfspec.draft import Needs
 from selfspec.errors import ConfigError, DataError
+from selfspec.heads.medusa import Medusa, MedusaConfig
 from selfspec.inference.patch import patch, unpatch
 from selfspec.inference.record import Recorder
 from selfspec.target import Target
@@ -31,7 +32,7 @@ from selfspec.train.data import TrainingRows, collate, to_verified
 from selfspec.train.distill import DistillConfig, distill
 from selfspec.train.features import restored, stored
 from selfspec.train.packing import packed_features
-from selfspec.train.shards import load_shards
+from selfspec.train.shards import StoredText, load_shards
 from selfspec.train.traffic import traffic_rows
 from selfspec.train.write import Picking, write, write_drafted
 
@@ -256,8 +257,41 @@ def test_stored_logits_are_the_targets_log_probabilities(target: Any, tmp_path: 
     text = load_shards(tmp_path / "out")
     row = text[2]
     truth = target.model(row["input_ids"].long()[None]).logits[0].log_softmax(-1).topk(4)
-    assert torch.allclose(row["top_logits"].float(), truth.values, atol=5e-3)
+    torch.testing.assert_close(row["top_logits"], truth.values)
+    torch.testing.assert_close(row["top_rest"], (1 - truth.values.double().exp().sum(-1)).log().float())
     assert torch.equal(row["top_ids"][:, 0], row["predictions"])
+
+
+@pytest.mark.parametrize("loss", ["forward_kl", "reverse_kl", "total_variation", "lk_alpha"])
+def test_heads_learn_from_stored_logits(target: Any, tmp_path: Path, loss: str) -> None:
+    """From disk to the loss: all tokens stored, against the target's output head asked as training goes on."""
+    head = Medusa.from_target(MedusaConfig(num_heads=2, loss=loss), target, torch.Generator().manual_seed(0))
+    given, places = [], 0
+    for name, known in (("asked", 0), ("stored", tiny.VOCAB)):
+        config = settings(chats(tmp_path), mode="label", top_logits=known)
+        distill(target, tokenizer(CHAT), config, tmp_path / name, progress=False)
+        rows = TrainingRows([(load_shards(tmp_path / name), 1.0)], head.needs, target.hidden_size)
+        batch = collate([rows[place] for place in range(len(rows))])
+        verified = to_verified(batch, head.needs, target)
+        assert (verified.top is not None) == bool(known)
+        given.append(head.loss(verified, batch["labels"] >= 0))
+        places = int(given[-1].seen[0])
+    assert places > 10
+    torch.testing.assert_close(given[0].loss, given[1].loss, rtol=1e-5, atol=1e-5)
+    assert torch.equal(given[0].correct, given[1].correct)
+
+
+def test_sources_that_store_unlike_logits_are_refused(target: Any, tmp_path: Path) -> None:
+    parts = []
+    for known in (0, 2):
+        config = settings(chats(tmp_path), mode="label", top_logits=known)
+        distill(target, tokenizer(CHAT), config, tmp_path / str(known), progress=False)
+        parts.append((load_shards(tmp_path / str(known)), 1.0))
+    with pytest.raises(DataError, match="set one top_logits for all"):
+        TrainingRows(parts, Needs(), target.hidden_size)
+    old = StoredText(tmp_path / "2", without=["top_rest"])
+    with pytest.raises(DataError, match="without top_rest"):
+        TrainingRows([(old, 1.0)], Needs(), target.hidden_size)
 
 
 @pytest.mark.parametrize("fault", ["cut", "lengths", "size", "text", "missing shard"])

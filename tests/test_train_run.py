@@ -34,6 +34,7 @@ from selfspec.train.recipe import Optimisation, Recipe, load_recipe, make_recipe
 from selfspec.train.resume import newest_checkpoint
 from selfspec.train.run import Interrupted, train
 from selfspec.train.schedule import Progress
+from selfspec.train.steps import Begun, Steps, steps_of_run
 from selfspec.train.trainer import HeadTrainer
 
 torch.set_num_threads(1)
@@ -68,11 +69,13 @@ def new_head(kind: str, target: Target, **options: Any) -> DraftHead:
     return head
 
 
-def trainer_of(head: DraftHead, rows: Any, folder: Path, held_out: Any = None, **options: Any) -> HeadTrainer:
+def trainer_of(
+    head: DraftHead, rows: Any, folder: Path, held_out: Any = None, steps: Steps | None = None, **options: Any
+) -> HeadTrainer:
     options = {"lr": 3e-3, "batch_tokens": 96, "epochs": 1.0, "precision": "float32", **options}
     settings = Optimisation(**options)
-    args = training_arguments(settings, folder, torch.device("cpu"), 5, 4, 4 if held_out else 0)
-    return HeadTrainer(head, rows, held_out, settings, args, show=False)
+    args = training_arguments(settings, folder, torch.device("cpu"), 5, 4, 4 if held_out else 0, steps=steps)
+    return HeadTrainer(head, rows, held_out, settings, args, show=False, steps=steps)
 
 
 def digest(model: PreTrainedModel) -> float:
@@ -144,6 +147,66 @@ def test_resuming_repeats_bit_for_bit(stop: int, tmp_path: Path) -> None:
     trainer_of(again, rows, tmp_path / "parted", **options).train(resume_from_checkpoint=str(found))
     for name, value in whole.owned_state().items():
         assert torch.equal(value, again.owned_state()[name]), name
+
+
+def test_one_process_goes_on_with_the_batches_of_two(tmp_path: Path) -> None:
+    """Two processes share 128 tokens as two batches of 64; one alone would read one batch of 128."""
+    target, rows = tiny.selfspec_target("llama"), Rows(tiny.text(24, 24))
+    options: dict[str, Any] = {"batch_tokens": 128}
+    whole = new_head(ONE, target)
+    trainer_of(whole, rows, tmp_path / "whole", micro_tokens=64, **options).train()
+    head = new_head(ONE, target)
+    begun = trainer_of(head, rows, tmp_path / "parted", steps=Steps.of(Optimisation(batch_tokens=128), 2), **options)
+    begun.add_callback(StopAt(3))
+    begun.train()
+    found = newest_checkpoint(tmp_path / "parted")
+    assert found is not None
+    with pytest.raises(
+        TrainingError, match=r"Steps\(tokens=64, batches=2\), this one has Steps\(tokens=128, batches=1\)"
+    ):
+        trainer_of(new_head(ONE, target), rows, tmp_path / "other", **options).train(resume_from_checkpoint=str(found))
+    again = new_head(ONE, target)
+    steps = steps_of_run(found, begun.settings, 1, "single")
+    trainer = trainer_of(again, rows, tmp_path / "parted", steps=steps, **options)
+    trainer.train(resume_from_checkpoint=str(found))
+    assert trainer.state.global_step == 6
+    for name, value in whole.owned_state().items():
+        assert torch.equal(value, again.owned_state()[name]), name
+
+
+def left_by(folder: Path, processes: int, strategy: str) -> Path:
+    begun = Begun(1.5, processes, strategy, Steps(1000, 4))
+    (folder / "progress.json").write_text(json.dumps(begun.to_dict()))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("processes", "strategy", "now", "under", "says"),
+    [
+        (4, "ddp", 1, "single", ""),
+        (1, "single", 8, "ddp", ""),
+        (4, "fsdp", 2, "fsdp", ""),
+        (4, "zero2", 4, "zero2", ""),
+        (4, "ddp", 3, "ddp", "which 3 processes cannot share"),
+        (4, "zero2", 2, "zero2", "go on as it was begun"),
+        (4, "fsdp", 4, "ddp", r"4 process\(es\) under the strategy fsdp, and 4 under ddp"),
+    ],
+)
+def test_who_may_go_on_with_a_checkpoint(
+    processes: int, strategy: str, now: int, under: str, says: str, tmp_path: Path
+) -> None:
+    checkpoint = left_by(tmp_path, processes, strategy)
+    if not says:
+        assert steps_of_run(checkpoint, Optimisation(), now, under) == Steps(1000, 4)
+        return
+    with pytest.raises(ConfigError, match=says):
+        steps_of_run(checkpoint, Optimisation(), now, under)
+
+
+def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "progress.json").write_text('{"seconds": 1.5}')
+    with pytest.raises(ConfigError, match="another version of selfspec"):
+        steps_of_run(tmp_path, Optimisation(), 1, "single")
 
 
 def test_broken_checkpoints_are_passed_over(tmp_path: Path) -> None:
@@ -421,6 +484,41 @@ def test_runs_are_reused_or_refused(cyclic: PreTrainedModel, cyclic_text: str, t
     assert weights.stat().st_mtime_ns != written
 
 
+def test_a_recipe_learns_from_logits_that_it_stores(cyclic: PreTrainedModel, cyclic_text: str, tmp_path: Path) -> None:
+    """Three stored tokens at each place give the losses of the output head with `teacher_top_k: 3`."""
+    found = []
+    for name, known, top_k in (("stored", 3, 0), ("asked", 0, 3)):
+        recipe = cyclic_recipe(
+            ONE, cyclic_text, tmp_path / name,
+            draft={"kind": ONE, "loss": "reverse_kl", "teacher_top_k": top_k}, vocabulary={"size": 0},
+            data=[{"source": cyclic_text, "length": 32, "max_tokens": 2000, "top_logits": known}],
+            optimisation={"max_steps": 4, "batch_tokens": 512, "precision": "float32"}, store_features=False,
+            evaluation={"prompts": 0, "tokens": 300}, log_every=1,
+        )  # fmt: skip
+        train(recipe, cyclic, tokenizer(), progress=False)
+        record = json.loads((tmp_path / name / "training.json").read_text())
+        found.append([entry["loss"] for entry in record["history"] if "loss" in entry])
+    assert found[0] == pytest.approx(found[1], rel=1e-4) and len(found[0]) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, r"among the 40 of a draft vocabulary; set vocabulary\.size=0"),
+        ({"vocabulary": {"size": 0}, "draft": {"kind": "medusa-2"}}, "medusa-2 changes the target"),
+        ({"data": [{"top_logits": 3}, {"top_logits": 4}]}, r"top_logits \[3, 4\]; set one for all"),
+    ],
+)
+def test_logits_that_teach_nothing_are_refused_before_text_is_made(
+    options: dict[str, Any], says: str, cyclic: PreTrainedModel, cyclic_text: str, tmp_path: Path
+) -> None:
+    data = [{"source": cyclic_text, "top_logits": 3}]
+    recipe = cyclic_recipe(ONE, cyclic_text, tmp_path / "out", **{"data": data, **options})
+    with pytest.raises(ConfigError, match=says):
+        train(recipe, cyclic, tokenizer(), progress=False)
+    assert not (tmp_path / "out" / "data").exists()
+
+
 def test_text_of_another_dtype_does_not_stand_in_the_way(
     cyclic: PreTrainedModel, cyclic_text: str, tmp_path: Path
 ) -> None:
@@ -441,7 +539,7 @@ def test_evaluation_leaves_no_hooks(cyclic: PreTrainedModel) -> None:
 def test_interrupted_runs_go_on(
     cyclic: PreTrainedModel, cyclic_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = {"max_steps": 12, "batch_tokens": 256, "epochs": None}
+    steps = {"max_steps": 12, "batch_tokens": 256, "epochs": None, "precision": "float32"}
     options: dict[str, Any] = {"optimisation": steps, "evaluation": {"prompts": 0, "tokens": 300}}
     recipe = cyclic_recipe(ONE, cyclic_text, tmp_path / "whole", **options)
     whole = train(recipe, cyclic, tokenizer(), progress=False)

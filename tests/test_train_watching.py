@@ -15,10 +15,11 @@ from train_tools import tokenizer
 
 from selfspec.errors import ConfigError, TrainingError
 from selfspec.head import DraftHead
-from selfspec.train.arguments import trackers
+from selfspec.train.arguments import precise, trackers
 from selfspec.train.decoding import Decoding, figures
 from selfspec.train.distributed import chosen_strategy, connect, deepspeed_config, launched_world
 from selfspec.train.measure import measure
+from selfspec.train.recipe import Optimisation
 from selfspec.train.run import train
 
 torch.set_num_threads(1)
@@ -150,10 +151,31 @@ def test_deepspeed_settings_name_the_stage() -> None:
     assert [deepspeed_config(stage)["zero_optimization"]["stage"] for stage in (1, 2, 3)] == [1, 2, 3]
 
 
-def test_measuring_counts_the_tokens_of_the_steps_it_times(tmp_path: Path) -> None:
-    recipe = cyclic_recipe("eagle", cyclic_text(tmp_path), tmp_path / "out", optimisation={"batch_tokens": 128})
-    found = measure(recipe, cyclic_target(), tokenizer(), steps=3)
+def test_measuring_counts_the_tokens_of_the_steps_it_times(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"batch_tokens": 128, "precision": "float32"}
+    recipe = cyclic_recipe("eagle", cyclic_text(tmp_path), tmp_path / "out", optimisation=settings)
+    with caplog.at_level("INFO", "selfspec"):
+        found = measure(recipe, cyclic_target(), tokenizer(), steps=2, repeats=3)
+    assert (found["kind"], found["precision"], found["dtype"], found["repeats"]) == ("eagle", "float32", "float32", 3)
     assert found["runs"].keys() == {"floor", "online", "offline"}
     for run in found["runs"].values():
-        assert 0 < run["tokens"] <= 3 * 128 and run["peak_bytes"] > 0 and run["seconds"] > 0
+        assert 0 < run["tokens"] <= 3 * 2 * 128 and run["peak_bytes"] > 0 and run["seconds"] > 0
+        assert run["slowest"] <= run["tokens_per_s"] <= run["fastest"]
+        assert run["slowest"] <= run["tokens"] / run["seconds"] <= run["fastest"], "a mean lies between its parts"
     assert found["runs"]["online"]["tokens"] == found["runs"]["offline"]["tokens"]
+    assert not caplog.records, "the rows are made to be timed, and nobody asked for them"
+
+
+def test_measuring_nothing_is_refused(tmp_path: Path) -> None:
+    recipe = cyclic_recipe("eagle", cyclic_text(tmp_path), tmp_path / "out")
+    with pytest.raises(ConfigError, match="0 x 8 steps"):
+        measure(recipe, cyclic_target(), tokenizer(), repeats=0)
+
+
+@pytest.mark.parametrize("amx", [True, False])
+def test_precision_is_bfloat16_where_the_processor_multiplies_it(amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selfspec.train.arguments.cpu_has", lambda *names: amx and names == ("amx_bf16",))
+    cpu = torch.device("cpu")
+    assert precise(Optimisation(precision="auto"), cpu) is amx
+    assert not precise(Optimisation(precision="float32"), cpu)
+    assert precise(Optimisation(precision="bfloat16"), cpu)

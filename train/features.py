@@ -44,10 +44,11 @@ def thoughts(target: Target, hidden: Tensor, top: int, chunk: int = 256) -> dict
         top: K; 0 stores no logits.
 
     Returns:
-        `predictions` [T] int32 and, with `top`, `top_ids` [T, K] int32 and `top_logits` [T, K] float16 less the
-        logarithm of the whole sum of exponentials, so that they are log-probabilities of the target.
+        `predictions` [T] int32 and, with `top`, `top_ids` [T, K] int32, `top_logits` [T, K] float32 less the logarithm
+        of the whole sum of exponentials, so that they are log-probabilities of the target, and `top_rest` [T] float32,
+        the log-probability of all other tokens together.
     """
-    first, ids, values = [], [], []
+    first, ids, values, rest = [], [], [], []
     with torch.no_grad():
         for part in hidden.split(chunk):
             logits = target.head(part).float()
@@ -55,9 +56,14 @@ def thoughts(target: Target, hidden: Tensor, top: int, chunk: int = 256) -> dict
             if top:
                 best = logits.topk(min(top, logits.shape[-1]), dim=-1)
                 ids.append(best.indices)
-                values.append(best.values - logits.logsumexp(-1, keepdim=True))
+                whole = logits.logsumexp(-1, keepdim=True)
+                values.append(best.values - whole)
+                rest.append(
+                    (logits.scatter(-1, best.indices, -torch.inf).logsumexp(-1, keepdim=True) - whole).squeeze(-1)
+                )
     found = {"predictions": torch.cat(first).to("cpu", torch.int32)}
     if top:
         found["top_ids"] = torch.cat(ids).to("cpu", torch.int32)
-        found["top_logits"] = torch.cat(values).to("cpu", torch.float16)
+        found["top_logits"] = torch.cat(values).to("cpu", torch.float32)
+        found["top_rest"] = torch.cat(rest).to("cpu", torch.float32)
     return found

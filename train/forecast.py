@@ -21,7 +21,7 @@ from transformers import TrainerState as State
 from transformers import TrainingArguments as Args
 
 from selfspec.head import DraftHead
-from selfspec.train.data import collate
+from selfspec.train.data import Fillers, collate
 from selfspec.train.settings import DistillConfig
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def dataset_bytes(config: DistillConfig, hidden_size: int, tokens: int | None = 
     """Bytes on disk of a dataset of so many tokens (`max_tokens` if not given), with all that is stored of them."""
     features = len(config.layers) + config.hidden
     wide = hidden_size * 2 if config.feature_dtype == "bfloat16" else hidden_size + 4
-    each = 4 + 1 + 4 * config.predictions + 6 * config.top_logits + features * wide
+    each = 4 + 1 + 4 * config.predictions + 8 * config.top_logits + 4 * (config.top_logits > 0) + features * wide
     return (config.max_tokens if tokens is None else tokens) * each
 
 
@@ -126,7 +126,7 @@ class Forecasting(TrainerCallback):
 
 def _seconds(trainer: HeadTrainer) -> tuple[float, float]:
     """Of a batch read, moved, passed forward and back, and of one passed forward alone; means over the epoch."""
-    batches = list(trainer.batches)
+    batches, rows = list(trainer.batches), Fillers(trainer.rows)
     count = min(_BATCHES, len(batches))
     chosen = [batches[i * len(batches) // count] for i in range(count)]
     both: list[float] = []
@@ -137,7 +137,7 @@ def _seconds(trainer: HeadTrainer) -> tuple[float, float]:
     try:
         for place, batch in enumerate([chosen[0], *chosen]):  # the first one warms up
             start = time.monotonic()
-            inputs = trainer._prepare_inputs(collate([trainer.rows[row] for row in batch]))
+            inputs = trainer._prepare_inputs(collate([rows[row] for row in batch]))
             with trainer.accelerator.autocast():
                 loss = trainer.trained(**inputs)["loss"]
             float(loss.detach())  # waits for the device

@@ -2,14 +2,17 @@
 
 Three loops over the same batches: `floor` only runs the target and keeps nothing; `online` trains the head on features
 of the target made in the same step; `offline` trains it on features from disk. The rows have as many tokens as a
-recipe's batches, so what is measured is what a run of that recipe does.
+recipe's batches, so what is measured is what a run of that recipe does. The loops take turns, so that a machine that
+slows down slows all of them.
 """
 
 from __future__ import annotations
 
+import logging
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +22,11 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
+from selfspec.errors import ConfigError
 from selfspec.head import DraftHead
 from selfspec.target import Target
-from selfspec.train.arguments import training_arguments
+from selfspec.train import distill
+from selfspec.train.arguments import precise, training_arguments
 from selfspec.train.data import TokenBatches, TrainingRows, collate
 from selfspec.train.recipe import Evaluation, Recipe
 from selfspec.train.run import draft_vocabulary, make_data, new_head
@@ -32,34 +37,51 @@ _WARM = 2
 
 
 def measure(
-    recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, steps: int = 20
+    recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, steps: int = 8, repeats: int = 3
 ) -> dict[str, Any]:
-    """Time all three loops in this process, one after another.
+    """Time all three loops in this process, in turns.
 
     Args:
         recipe: of the head; its data is read, not written by the target, whatever its mode.
         model: the target.
         tokenizer: the target's.
-        steps: optimiser steps to time, after two that are not.
+        steps: optimiser steps to time in each repetition, after two that are not.
+        repeats: how often each loop is timed.
 
     Returns:
-        `steps`, `batch_tokens`, `device`, `dtype`, `threads`, and `runs`: per loop `tokens` (real ones, without
-        padding), `seconds`, `tokens_per_s`, `share_of_floor` (of its tokens per second) and `peak_bytes` (of the
-        accelerator, or the resident memory of the process on CPUs, the target included).
+        `kind` of head, `steps`, `repeats`, `batch_tokens`, `device`, `dtype` of the target, `precision` in which the
+        head computes, `threads`, and `runs`: per loop `tokens` (real ones, without padding) and `seconds` of all
+        repetitions together, `tokens_per_s` (the median repetition), `slowest` and `fastest` (the same of the extreme
+        ones), `share_of_floor` (of the floor's median) and `peak_bytes` (of the accelerator, or the resident memory of
+        the process on CPUs, the target included).
 
     Raises:
-        ConfigError, DataError: as `train` does.
+        ConfigError, DataError: as `train` does; also no step or no repetition to time.
     """
+    if steps < 1 or repeats < 1:
+        raise ConfigError(f"cannot time {repeats} x {steps} steps; give at least one of each")
     target = Target(model)
     try:
-        with tempfile.TemporaryDirectory() as work:
-            return _measured(recipe, target, tokenizer, steps, Path(work))
+        with tempfile.TemporaryDirectory() as work, _quiet():
+            return _measured(recipe, target, tokenizer, steps, repeats, Path(work))
     finally:
         target.release()
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the lines about the few rows that are made to be timed."""
+    log = logging.getLogger(distill.__name__)
+    before = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
 def _measured(
-    recipe: Recipe, target: Target, tokenizer: PreTrainedTokenizerBase, steps: int, work: Path
+    recipe: Recipe, target: Target, tokenizer: PreTrainedTokenizerBase, steps: int, repeats: int, work: Path
 ) -> dict[str, Any]:
     tokens = recipe.optimisation.batch_tokens * 4 // max(len(recipe.data), 1)
     sources = [
@@ -67,25 +89,47 @@ def _measured(
         for s in recipe.data
     ]
     small = replace(recipe, data=sources, data_folder=str(work / "data"), evaluation=Evaluation(tokens=0, prompts=0))
-    runs: dict[str, dict[str, float]] = {}
-    for name, stored in (("floor", False), ("online", False), ("offline", True)):
-        head = new_head(recipe, target)
-        data = make_data(replace(small, store_features=stored), target, tokenizer, head, progress=False)
-        head.output.set_vocab(draft_vocabulary(small, data, target, tokenizer))
-        rows = TrainingRows([(load_shards(p), w) for p, w in data.train], head.needs, target.hidden_size)
-        loop = _floor if name == "floor" else _training
-        runs[name] = loop(recipe, head, rows, steps, work / name)
-    for values in runs.values():
-        values["tokens_per_s"] = values["tokens"] / values["seconds"]
-        values["share_of_floor"] = values["tokens_per_s"] / (runs["floor"]["tokens"] / runs["floor"]["seconds"])
+    rows = {stored: _rows(replace(small, store_features=stored), target, tokenizer) for stored in (False, True)}
+    found: dict[str, list[dict[str, float]]] = {"floor": [], "online": [], "offline": []}
+    for turn in range(repeats):
+        for name, runs in found.items():
+            head, read = rows[name == "offline"]
+            loop = _floor if name == "floor" else _training
+            runs.append(loop(recipe, head, read, steps, work / f"{name}-{turn}"))
+    summed = {name: _summed(runs) for name, runs in found.items()}
+    for values in summed.values():
+        values["share_of_floor"] = values["tokens_per_s"] / summed["floor"]["tokens_per_s"]
     return {
         "kind": recipe.draft["kind"],
         "steps": steps,
+        "repeats": repeats,
         "batch_tokens": recipe.optimisation.batch_tokens,
         "device": str(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
+        "precision": "bfloat16" if precise(recipe.optimisation, target.device) else "float32",
         "threads": torch.get_num_threads(),
-        "runs": runs,
+        "runs": summed,
+    }
+
+
+def _rows(recipe: Recipe, target: Target, tokenizer: PreTrainedTokenizerBase) -> tuple[DraftHead, TrainingRows]:
+    """A head and what it is to read."""
+    head = new_head(recipe, target)
+    data = make_data(recipe, target, tokenizer, head, progress=False)
+    head.output.set_vocab(draft_vocabulary(recipe, data, target, tokenizer))
+    return head, TrainingRows([(load_shards(p), w) for p, w in data.train], head.needs, target.hidden_size)
+
+
+def _summed(runs: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The repetitions of one loop."""
+    speeds = [run["tokens"] / run["seconds"] for run in runs]
+    return {
+        "tokens": sum(run["tokens"] for run in runs),
+        "seconds": sum(run["seconds"] for run in runs),
+        "tokens_per_s": statistics.median(speeds),
+        "slowest": min(speeds),
+        "fastest": max(speeds),
+        "peak_bytes": max(run["peak_bytes"] for run in runs),
     }
 
 

@@ -81,7 +81,7 @@ class Optimisation:
         betas: of AdamW.
         grad_clip: largest gradient norm; 0 does not clip.
         precision: `float32`, `bfloat16` (autocast; weights and losses stay float32), or `auto`: bfloat16 on an
-            accelerator that has it. CPUs without bfloat16 instructions are faster in float32.
+            accelerator that has it and on CPUs with AMX; other CPUs are faster in float32.
         offload_activations: keep what the backward pass needs in main memory, which makes room on the accelerator;
             `micro_tokens` is the cheaper way where a row fits.
         strategy: how several processes share the work: `ddp` (each has the whole head), `fsdp` (weights, gradients and

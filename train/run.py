@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from selfspec.train.resume import CHECKPOINTS, RESULT, newest_checkpoint, open_o
 from selfspec.train.settings import DistillConfig
 from selfspec.train.sharding import shard_target
 from selfspec.train.shards import load_counts, load_shards, read_manifest
+from selfspec.train.steps import steps_of_run
 from selfspec.train.trainer import HeadTrainer
 from selfspec.train.write import end_tokens
 from selfspec.vocab import most_frequent
@@ -172,6 +174,7 @@ def make_data(
     made = _Data([], [])
     share = max(recipe.evaluation.tokens // len(recipe.data), 1)
     configs = [_as_distill(source) for source in recipe.data]
+    _demand_taught(configs, head)
     if recipe.store_features:
         configs = [replace(config, hidden=needs.hidden, layers=list(needs.layers)) for config in configs]
     for config in configs:  # held-out text first: it is little, and tells early if a source has none
@@ -181,6 +184,21 @@ def make_data(
     for config, source in zip(configs, recipe.data, strict=True):
         made.train.append((_make(folder, target, tokenizer, config, progress), source.weight))
     return made
+
+
+def _demand_taught(configs: Sequence[DistillConfig], head: DraftHead) -> None:
+    """Refuse before any text is made what no loss could learn from; see `selfspec.heads.losses.stored_teacher`."""
+    stored = [config.top_logits for config in configs]
+    if len(set(stored)) > 1:
+        raise ConfigError(f"the sources have top_logits {stored}; set one for all")
+    vocab = head.output.vocab
+    if any(stored) and vocab.size < vocab.target_size:
+        raise ConfigError(
+            f"data.0.top_logits is {stored[0]}, which does not say how likely tokens are among the {vocab.size} of a "
+            "draft vocabulary; set vocabulary.size=0, or leave top_logits out and set store_features=true"
+        )
+    if any(stored) and head.changes_target:
+        raise ConfigError(f"{head.kind} changes the target, of which data.0.top_logits would speak; leave it out")
 
 
 def _as_distill(source: Source) -> DistillConfig:
@@ -205,7 +223,7 @@ def _make(
 
 
 def _needs_passes(config: DistillConfig) -> bool:
-    return config.mode == "write" or config.predictions or config.hidden or bool(config.layers)
+    return config.mode == "write" or config.predictions or config.hidden or bool(config.layers) or config.top_logits > 0
 
 
 def _complete(path: Path) -> bool:
@@ -237,6 +255,7 @@ def _trainer(recipe: Recipe, head: DraftHead, data: _Data, progress: bool, joine
     folder = Path(recipe.output) / CHECKPOINTS
     if joined.state.is_main_process:
         _try_saving(head, Path(recipe.output))
+    steps = steps_of_run(newest_checkpoint(folder), recipe.optimisation, joined.state.num_processes, joined.strategy)
     args = training_arguments(
         recipe.optimisation,
         folder,
@@ -246,11 +265,12 @@ def _trainer(recipe: Recipe, head: DraftHead, data: _Data, progress: bool, joine
         recipe.evaluation.every,
         joined.zero_stage,
         recipe.report_to,
+        steps,
     )
     size = head.target.hidden_size
     rows = TrainingRows([(load_shards(p), w) for p, w in data.train], head.needs, size)
     held_out = TrainingRows([(load_shards(p), 1.0) for p in data.held_out], head.needs, size) if data.held_out else None
-    trainer = HeadTrainer(head, rows, held_out, recipe.optimisation, args, progress, joined.strategy)
+    trainer = HeadTrainer(head, rows, held_out, recipe.optimisation, args, progress, joined.strategy, steps)
     trainer.forecast = announce(trainer)
     return trainer
 

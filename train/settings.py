@@ -45,7 +45,8 @@ class DistillConfig:
         hidden: store the last hidden state, so that training needs no pass of the target.
         layers: store the inputs of these blocks likewise.
         feature_dtype: of stored features: `bfloat16`, or `float8` (e4m3, with one float32 scale per token).
-        top_logits: store so many of the target's highest logits at each place, with their ids.
+        top_logits: store so many of the target's highest logits at each place, with their ids; heads learn from these
+            then, instead of asking the target's output head. For draft vocabularies that are the target's own.
         shard_tokens: about this many tokens per shard; a killed run loses at most one shard.
         batch_tokens: tokens per pass of the target over whole sequences.
         batch_rows: write: rows written side by side.

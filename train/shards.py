@@ -8,7 +8,8 @@ Tensors of a shard, R rows of T tokens in all, one row after another:
     input_ids    [T] int32
     learn        [T] bool, true for text to learn from
     predictions  [T] int32, optional: the target's first choice after each token
-    top_ids, top_logits   [T, K] int32 and float16, optional: its likeliest tokens and their log-probabilities
+    top_ids, top_logits   [T, K] int32 and float32, optional: its likeliest tokens and their log-probabilities
+    top_rest     [T] float32, with them: the log-probability of all other tokens together
     hidden       [T, D] bfloat16 or float8, optional: the target's last hidden state, after the final norm
     layer_<k>    likewise, the input of block k
     <name>.scale [T] float32, what float8 values are multiplied with

@@ -5,7 +5,6 @@ Letters: B rows, T places, K depths.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -27,9 +26,9 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from selfspec.checkpoint import WEIGHTS, fill, save_head, write_json
 from selfspec.errors import TrainingError
 from selfspec.head import DraftHead
-from selfspec.train.arguments import freeze, micro_tokens, precise
+from selfspec.train.arguments import freeze, precise
 from selfspec.train.callbacks import Divergence, Epochs, GradientGuard, ProgressBar, SameWeights, Stopping
-from selfspec.train.data import TokenBatches, TrainingRows, collate, to_verified
+from selfspec.train.data import Fillers, TokenBatches, TrainingRows, collate, to_verified
 from selfspec.train.recipe import Optimisation
 from selfspec.train.resume import newest_checkpoint
 from selfspec.train.schedule import Progress
@@ -41,8 +40,9 @@ from selfspec.train.sharding import (
     shard,
     whole,
 )
+from selfspec.train.steps import PROGRESS, Begun, Steps, steps_of_run
 
-PROGRESS, OPTIMIZER = "progress.json", "optimizer.pt"
+OPTIMIZER = "optimizer.pt"
 _WRITING = ("PytorchStreamWriter", "iostream")
 """In the messages of RuntimeErrors that torch.save raises when a disk is full."""
 _ENDLESS = 1_000_000_000
@@ -94,6 +94,7 @@ class HeadTrainer(Trainer):
         args: of Trainer; see `training_arguments`.
         show: show a progress bar.
         strategy: how several processes share the work, see `selfspec.train.distributed`.
+        steps: of the run that goes on, where one does; those that `args` were made with.
     """
 
     def __init__(
@@ -105,17 +106,16 @@ class HeadTrainer(Trainer):
         args: TrainingArguments,
         show: bool = True,
         strategy: str = "ddp",
+        steps: Steps | None = None,
     ) -> None:
         freeze(head)
         self.head, self.trained = head, TrainedHead(head, settings, args.device)
         self.settings = settings
         self.rows, self.held_out = train_rows, eval_rows
+        self.steps = steps or Steps.of(settings, args.world_size)
+        _, parts = self.steps.shared(args.world_size)
         self.batches = TokenBatches(
-            train_rows.lengths,
-            micro_tokens(settings, args.world_size),
-            settings.seed,
-            args.process_index,
-            args.world_size,
+            train_rows.lengths, self.steps.tokens, settings.seed, args.process_index, args.world_size, parts
         )
         self.progress = Progress(settings, self._planned_steps(args))
         super().__init__(
@@ -171,7 +171,7 @@ class HeadTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Batches of this process; sharded here, not by accelerate, which would pad and reorder them."""
-        return DataLoader(self.rows, batch_sampler=self.batches, collate_fn=collate)
+        return DataLoader(Fillers(self.rows), batch_sampler=self.batches, collate_fn=collate)
 
     # Optimisation
 
@@ -257,7 +257,7 @@ class HeadTrainer(Trainer):
         total: Tensor | None = None
         labels = 0
         with torch.no_grad():
-            for batch in DataLoader(self.held_out, batch_sampler=batches, collate_fn=collate):
+            for batch in DataLoader(Fillers(self.held_out), batch_sampler=batches, collate_fn=collate):
                 batch = self._prepare_inputs(batch)
                 labels += int((batch["labels"] >= 0).sum())
                 out = self.trained(**batch, num_items_in_batch=one)
@@ -291,7 +291,8 @@ class HeadTrainer(Trainer):
         with self.whole_head() as head:
             if self.args.should_save:
                 save_head(head, folder)
-                write_json(folder / PROGRESS, {"seconds": self.progress.seconds})
+                begun = Begun(self.progress.seconds, self.args.world_size, self.strategy, self.steps)
+                write_json(folder / PROGRESS, begun.to_dict())
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.strategy == "fsdp":
@@ -323,6 +324,9 @@ class HeadTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
+        kept = steps_of_run(Path(checkpoint), self.settings, self.args.world_size, self.strategy)
+        if kept != self.steps:
+            raise TrainingError(f"{checkpoint} is of a run with {kept}, this one has {self.steps}; give those to both")
         if self.strategy == "fsdp":
             state = torch.load(os.path.join(checkpoint, OPTIMIZER), weights_only=True)
             set_optimizer_state(self.trained, _plain(self.optimizer), state)
@@ -331,7 +335,7 @@ class HeadTrainer(Trainer):
         else:
             super()._load_optimizer_and_scheduler(checkpoint)
         self.head.after_load()
-        self.progress.begin(json.loads((Path(checkpoint) / PROGRESS).read_text())["seconds"])
+        self.progress.begin(Begun.read(Path(checkpoint)).seconds)
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:

@@ -129,8 +129,14 @@ def _measure(recipe: Any, json: Path | None) -> None:
     from selfspec.train.measure import measure
 
     found = measure(recipe, *load(recipe, connect(recipe.device, recipe.optimisation.strategy)))
-    typer.echo(f"{'loop':8} {'tokens/s':>10} {'of floor':>9} {'peak MiB':>9}")
+    threads = f"{found['threads']} thread{'s' * (found['threads'] > 1)}"
+    typer.echo(
+        f"{found['kind']} head in {found['precision']} on a {found['dtype']} target; {found['device']}, {threads}; "
+        f"batches of {found['batch_tokens']} tokens; median of {found['repeats']} x {found['steps']} steps (range)"
+    )
+    typer.echo(f"{'loop':8} {'tokens/s':>10} {'spread':>17} {'of floor':>9} {'peak MiB':>9}")
     for name, run in found["runs"].items():
         share, peak = f"{run['share_of_floor']:.0%}", f"{run['peak_bytes'] / 2**20:.0f}"
-        typer.echo(f"{name:8} {run['tokens_per_s']:10.1f} {share:>9} {peak:>9}")
+        spread = f"{run['slowest']:.1f}-{run['fastest']:.1f}"
+        typer.echo(f"{name:8} {run['tokens_per_s']:10.1f} {spread:>17} {share:>9} {peak:>9}")
     opt.write_results(json, found)
