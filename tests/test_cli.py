@@ -125,7 +125,7 @@ def test_every_command_names_the_model_alike(command: str) -> None:
     found = next(c for c in typer.main.get_command(cli.app).commands.values() if c.name == command)  # type: ignore[attr-defined]
     assert any("--target" in parameter.opts for parameter in found.params)
     words = [p.metavar for p in found.params if p.param_type_name == "argument"]
-    assert ("[TARGET]" in words) == (command in OR_AS_A_WORD)
+    assert ("TARGET" in words) == (command in OR_AS_A_WORD)
 
 
 @pytest.mark.parametrize("command", OR_AS_A_WORD)

@@ -18,7 +18,7 @@ _FILE = Path("certificate.json")
 
 def certify(
     word: opt.TargetWord = None,
-    second: Annotated[str | None, typer.Argument(metavar="[DRAFT]", help="The same as --draft.")] = None,
+    second: Annotated[str | None, typer.Argument(metavar="DRAFT", help="The same as --draft.")] = None,
     target: opt.TargetOrWord = None,
     draft: Annotated[
         str | None, typer.Option("--draft", help="Heads (folder or Hub id), or a method without training.")

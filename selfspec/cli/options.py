@@ -20,7 +20,7 @@ Target = Annotated[str, typer.Option("--target", help="Model: a folder, a Hub id
 TargetOrWord = Annotated[
     str | None, typer.Option("--target", help="Model: a folder, a Hub id, or `demo` (the demo extra).")
 ]
-TargetWord = Annotated[str | None, typer.Argument(metavar="[TARGET]", help="The same as --target.")]
+TargetWord = Annotated[str | None, typer.Argument(metavar="TARGET", help="The same as --target.")]
 """Where no other words are taken the target may be one; documented is the option, which all commands have."""
 Draft = Annotated[str | None, typer.Option("--draft", help="Heads or a method; plain decoding if left out.")]
 Drafts = Annotated[
