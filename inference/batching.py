@@ -19,6 +19,7 @@ from torch import Tensor
 from selfspec import hf
 from selfspec.accept import Accepted, accept_chosen
 from selfspec.draft import Budget, Draft, Sampling
+from selfspec.draws import ScreenedDraws
 from selfspec.errors import UnsupportedGeneration
 from selfspec.inference.choices import Pilot
 from selfspec.inference.drafting import Drafters
@@ -26,6 +27,7 @@ from selfspec.inference.prompt import Prompt
 from selfspec.inference.rounds import Rounds
 from selfspec.inference.rows import ROOM, Likely, Row
 from selfspec.scoring import picked_everywhere
+from selfspec.screen import Screened
 from selfspec.stats import Stats
 from selfspec.target import Target
 from selfspec.target_output import TargetOutput
@@ -56,6 +58,8 @@ class Batch(Rounds):
         pilot: Pilot | None = None,
     ) -> None:
         self.rows: list[Row] = list(rows)
+        for row in self.rows:
+            row.draws = row.request.wants_draws and row.top is None and target.draws
         drafters = Drafters([draft], eager=pilot is None)
         super().__init__(target, drafters, rows, self._capacity(), stats, nodes, pilot)
         prompts = [row.request.input_ids[0] for row in self.rows]
@@ -80,6 +84,9 @@ class Batch(Rounds):
 
     def _wants_likeliest(self) -> bool:
         return not any(row.request.do_sample or row.request.processors or row.top is not None for row in self.rows)
+
+    def _draws_from(self, tree: DraftTree, out: TargetOutput) -> Screened | None:
+        return out.screened_all if all(row.draws for row in self.rows) else None
 
     def _known_picks(self, tree: DraftTree, logits: Tensor) -> Tensor | None:
         """None where a row reads its own past, or draws: once per committed token, so that its seed fits any tree."""
@@ -109,7 +116,27 @@ class Batch(Rounds):
                 return found.argmax(-1).tolist()
             return [self.rows[row].pick(found[i]) for i, row in enumerate(rows)]
 
-        return accept_chosen(tree, scores, pick, picks)
+        drawing = self._drawing(tree, out)
+
+        def take(rows: list[int], paths: list[list[int]]) -> list[int]:
+            found = {
+                row: drawing[row]([row], [path])[0] for row, path in zip(rows, paths, strict=True) if row in drawing
+            }
+            others = [(row, path) for row, path in zip(rows, paths, strict=True) if row not in drawing]
+            if others:
+                rest = [row for row, _ in others]
+                found |= dict(zip(rest, pick(rest, scores(rest, [path for _, path in others])), strict=True))
+            return [found[row] for row in rows]
+
+        return accept_chosen(tree, take, picks)
+
+    def _drawing(self, tree: DraftTree, out: TargetOutput) -> dict[int, ScreenedDraws]:
+        """What draws the tokens of rows that need no logits. They draw alike beside rows that do: seeds hold."""
+        drawn = [(b, row) for b, row in enumerate(self.rows) if row.draws]
+        screened = out.screened_all if drawn else None
+        if screened is None:
+            return {}
+        return {b: ScreenedDraws(out, screened, tree.nodes, row.request.processors, row.chance) for b, row in drawn}
 
     def _emit(self, accepted: Accepted, out: TargetOutput, tree: DraftTree | None) -> list[int]:
         going, shape = [], None if tree is None else tree.shape.host

@@ -22,6 +22,7 @@ from selfspec.inference.request import Request, Result
 from selfspec.inference.rounds import Rounds
 from selfspec.inference.stopping import Stopper
 from selfspec.scoring import History, Processors, TreeScores, picked_everywhere, sampling_of
+from selfspec.screen import Screened
 from selfspec.stats import Stats
 from selfspec.target import Target
 from selfspec.target_output import TargetOutput
@@ -95,8 +96,8 @@ class Generation(Rounds):
     def _wants_likeliest(self) -> bool:
         return self.request.wants_likeliest
 
-    def _wants_draws(self, tree: DraftTree) -> bool:
-        return self.draws and tree.drawn is None
+    def _draws_from(self, tree: DraftTree, out: TargetOutput) -> Screened | None:
+        return out.screened if self.draws and tree.drawn is None else None
 
     def _known_picks(self, tree: DraftTree, logits: Tensor) -> Tensor | None:
         request = self.request
@@ -110,8 +111,8 @@ class Generation(Rounds):
         request = self.request
         scores = TreeScores(out, tree.token_lists, self.history, self.processors, request.keep_scores)
         draws = None
-        if picks is None and self._wants_draws(tree) and out.screened is not None:
-            draws = ScreenedDraws(out, out.screened, tree.nodes, request.processors, self.chance)
+        if picks is None and (screened := self._draws_from(tree, out)) is not None:
+            draws = ScreenedDraws(out, screened, tree.nodes, request.processors, self.chance)
         accepted = accept(tree, scores, request.do_sample, self.chance, request.accept, picks, draws)
         self.output.remember(self.rows, accepted, scores)
         return accepted

@@ -23,6 +23,7 @@ from selfspec.host import on_device, waits
 from selfspec.inference.choices import OFF, Choice, Pilot, Round
 from selfspec.inference.drafting import Drafters
 from selfspec.inference.prompt import Prompt, verified_path, verified_prompt
+from selfspec.screen import Screened
 from selfspec.stats import Stats
 from selfspec.target import Target
 from selfspec.target_output import TargetOutput
@@ -75,9 +76,9 @@ class Rounds(ABC):
     def _wants_likeliest(self) -> bool:
         """Whether nothing is asked of the target but its likeliest token at each node."""
 
-    def _wants_draws(self, tree: DraftTree) -> bool:
-        """Whether nothing is asked of the target but a token of its own, drawn, where the walk goes."""
-        return False
+    def _draws_from(self, tree: DraftTree, out: TargetOutput) -> Screened | None:
+        """What the target's tokens are drawn from where the walk goes, if nothing else is asked of it; else None."""
+        return None
 
     @abstractmethod
     def _known_picks(self, tree: DraftTree, logits: Tensor) -> Tensor | None:
@@ -180,7 +181,7 @@ class Rounds(ABC):
         if not self.reads_once:
             if likeliest is not None:
                 return list(likeliest.tolist())
-            if not (self._wants_draws(tree) and out.screened is not None):
+            if self._draws_from(tree, out) is None:
                 _ = out.logits  # made now, so that their time counts to the pass
             return None
         known = self._known_picks(tree, out.logits)

@@ -16,6 +16,7 @@ from selfspec.inference.request import Request
 from selfspec.inference.stopping import Stopper
 from selfspec.scoring import History, Processors
 from selfspec.stats import Stats
+from selfspec.walk import TorchChance
 
 ROOM = 64
 """Slots of a row beyond its text, for the nodes of a tree."""
@@ -75,6 +76,8 @@ class Row:
     processors: Processors = field(init=False)
     stopper: Stopper = field(init=False)
     stats: Stats = field(init=False)
+    draws: bool = False
+    """Whether its tokens are drawn without all logits where they can be; set by `Batch`, once and for all."""
 
     def __post_init__(self) -> None:
         ids = self.request.input_ids
@@ -88,10 +91,17 @@ class Row:
         """Slots of the cache that this row may come to need."""
         return (self.stopper.max_length or self.history.lengths[0]) + ROOM
 
+    @property
+    def chance(self) -> TorchChance:
+        """The row's own randomness."""
+        return TorchChance(self.request.generator, self.request.input_ids.device)
+
     def pick(self, scores: Tensor) -> int:
         """The target's token from processed scores `[V]`."""
         if not self.request.do_sample:
             return int(scores.argmax())
+        if self.draws:
+            return int(self.chance.token(scores.softmax(-1).unsqueeze(0)))
         return int(torch.multinomial(scores.softmax(-1), 1, generator=self.request.generator))
 
     def commit(self, tokens: list[int]) -> str | None:

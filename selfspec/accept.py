@@ -184,20 +184,22 @@ def _picking(scores: NodeScores, pick: Pick) -> NodeTokens:
     return lambda rows, paths: pick(rows, scores(rows, paths))
 
 
-def accept_chosen(tree: DraftTree, scores: NodeScores, pick: Pick, picks: list[list[int]] | None = None) -> Accepted:
+def accept_chosen(tree: DraftTree, tokens: NodeTokens, picks: list[list[int]] | None = None) -> Accepted:
     """Walk the tree as if no node had been drawn, each row picking in a way of its own; lossless like plain decoding.
 
     A row picks one token per committed token, in order, so what it draws depends neither on the tree nor on other rows.
 
     Args:
         tree: the proposed tree.
-        scores: see `accept`.
-        pick: takes the target's token for some rows.
+        tokens: takes the target's own token where the walk goes.
         picks: that token at every node, `[B][N]`, where it is known already; then nothing is asked.
+
+    Raises:
+        UnsupportedGeneration: scores of the target that make no distribution.
     """
     if picks is not None:
         return _walk_picked(Children(tree), picks)
-    return _walk_chosen(tree.tokens.shape[0], Children(tree), _picking(scores, pick))
+    return _checked(_walk_chosen(tree.tokens.shape[0], Children(tree), tokens))
 
 
 def _together(walks: Sequence[tuple[list[int], list[int]]]) -> Accepted:

@@ -127,6 +127,12 @@ def _certificate(sources: Sources) -> str:
             f"- greedy, {greedy['dtype']}: {greedy['compared_tokens']} tokens of {len(greedy['texts'])} texts, "
             f"{greedy['real_differences']} real differences, {greedy['ties']} near-ties"
         )
+    if (screened := record["parts"].get("screened")) and screened["used"]:
+        samples = sum(way["samples"] for way in screened["ways"])
+        least = min(way["smallest_p_value"] for way in screened["ways"])
+        lines.append(
+            f"- draws without all logits, {samples} at {screened['nodes']} nodes of text: smallest p-value {least:.2g}"
+        )
     if rule := record["parts"].get("rule"):
         lines.append(
             f"- accept rule, enumerated on {len(rule['trees'])} trees: largest distance {rule['largest_distance']:.1e}"

@@ -9,6 +9,7 @@ import os
 import shutil
 import stat
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from selfspec.fingerprint import fingerprint, matches
 from selfspec.head import DraftConfig, DraftHead, HeadConfig
 from selfspec.outputs import whole_file
 from selfspec.target import Target
+from selfspec.wrapped import UNPACKED, quantisation
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _MOST_CONFIG, _MOST_JSON = 16 << 20, 64 << 20
@@ -117,6 +119,7 @@ def save_draft(draft: Any, folder: str | Path) -> Path:
 
 def _name_base(config: DraftConfig, target: Target) -> None:
     config.base_fingerprint = config.base_fingerprint or fingerprint(target)
+    config.base_quantization = config.base_quantization or quantisation(target.model)
     if not config.base_model:
         base = target.model.config
         config.base_model, config.base_revision = str(base._name_or_path), getattr(base, "_commit_hash", None)
@@ -204,6 +207,8 @@ def load_draft(
             f"{folder} was trained on {config.base_model!r} (fingerprint {config.base_fingerprint}), the model at hand "
             f"has {found}; load that base model, or train heads for this one"
         )
+    if check_base:
+        _warn_of_other_packing(folder, config, target)
     if not issubclass(cls, DraftHead):
         made: Draft = cls.from_target(config, target)
         return made
@@ -211,6 +216,20 @@ def load_draft(
     fill(head, folder)
     head.to(device=target.device, dtype=dtype or target.dtype)
     return head.eval()
+
+
+def _warn_of_other_packing(folder: Path, config: DraftConfig, target: Target) -> None:
+    """Heads read hidden states, and those of packed weights are others; the text stays that of the target."""
+    trained, here = config.base_quantization, quantisation(target.model)
+    if trained is None and config.base_fingerprint.startswith("weights:") and fingerprint(target).startswith("config:"):
+        trained = UNPACKED  # written by an earlier version; an output head in plain numbers says so too
+    if trained is not None and trained != here:
+        warnings.warn(
+            f"selfspec: {folder} was trained on {config.base_model!r} with quantisation {trained}, the model at hand "
+            f"has {here}; fewer guesses may be accepted, the text stays exact. Train on the model as it is used",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def heads_folder(

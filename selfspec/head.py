@@ -38,6 +38,7 @@ class DraftConfig:
         base_model: hub id (or name) of the base model.
         base_revision: commit of the base model, if known.
         base_fingerprint: see `selfspec.fingerprint`.
+        base_quantization: how the base model's weights were packed, see `wrapped.quantisation`; None is not known.
         format_version: version of this layout.
     """
 
@@ -45,6 +46,7 @@ class DraftConfig:
     base_model: str = ""
     base_revision: str | None = None
     base_fingerprint: str = ""
+    base_quantization: str | None = None
     format_version: int = FORMAT_VERSION
 
     def to_dict(self) -> dict[str, Any]:

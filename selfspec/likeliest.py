@@ -42,6 +42,7 @@ class Likeliest:
         self.weight, self.bias, self.product = weight, bias, product
         self._spent = 0.0
         self._broken = False
+        self._sizes: Tensor | None = None
         self._lock = threading.Lock()
         self._begun = self._looked = object()
         """The text that began last, and the one for which it was last looked whether the weights have changed."""
@@ -108,9 +109,14 @@ class Likeliest:
             self._screen, self.useless = None, True
         return found
 
-    def screened(self, hidden: Tensor) -> Screened | None:
-        """The scores of hidden states `[K, D]`, to draw from. The clock has no say in whether there are any."""
-        if not self.draws or len(hidden) > _MOST_ROWS:
+    def screened(self, hidden: Tensor, many: bool = False) -> Screened | None:
+        """The scores of hidden states `[K, D]`, to draw from. The clock has no say in whether there are any.
+
+        Args:
+            hidden: at most 64 rows are scored.
+            many: or however many there are.
+        """
+        if not self.draws or (len(hidden) > _MOST_ROWS and not many):
             return None
         with self._lock:
             self._look()
@@ -125,7 +131,9 @@ class Likeliest:
         self._seen += len(hidden)
 
     def _make(self, hidden: Tensor) -> None:
-        made = Screen(self.weight, self.bias, (self._squares / self._seen).sqrt())
+        if self._sizes is None:  # kept for another copy, so that a seed goes on giving the same draws
+            self._sizes = (self._squares / self._seen).sqrt()
+        made = Screen(self.weight, self.bias, self._sizes)
         screened = made(hidden)
         if screened is None or screened.holds(self.product(hidden)):
             self._screen = made

@@ -62,9 +62,12 @@ class FewRowsHead:
         found = None if self._likeliest is None else self._likeliest(hidden.flatten(0, 1))
         return None if found is None else found.view(hidden.shape[:2])
 
-    def screened(self, hidden: Tensor) -> Screened | None:
-        """`[B, N, D]` to scores of all `B * N` rows, from which tokens can be drawn; None where there are none."""
-        return None if self._likeliest is None else self._likeliest.screened(hidden.flatten(0, 1))
+    def screened(self, hidden: Tensor, many: bool = False) -> Screened | None:
+        """`[B, N, D]` to scores of all `B * N` rows, from which tokens can be drawn; None where there are none.
+
+        `many` asks for them however many rows there are.
+        """
+        return None if self._likeliest is None else self._likeliest.screened(hidden.flatten(0, 1), many)
 
     @property
     def screens(self) -> bool:

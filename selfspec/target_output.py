@@ -40,6 +40,11 @@ class TargetOutput:
         """What tokens can be drawn from without the logits, of all nodes (node n of row b at b * N + n), or None."""
         return None if isinstance(self.scored, Tensor) else self.scored.head.screened(self.scored.hidden)
 
+    @cached_property
+    def screened_all(self) -> Screened | None:
+        """The same, but whether there are any does not depend on the number of nodes, so not on other rows."""
+        return None if isinstance(self.scored, Tensor) else self.scored.head.screened(self.scored.hidden, many=True)
+
     def finished(self, raw: Tensor) -> Tensor:
         """What the model makes of the output head's values."""
         return raw if isinstance(self.scored, Tensor) else self.scored.finish(raw)

@@ -13,6 +13,8 @@ from selfspec.errors import UnsupportedModel
 from selfspec.few_rows import is_own
 
 _LLM_INT8 = "Linear8bitLt"
+_PACKERS = ("torchao", "bitsandbytes")
+UNPACKED = "none"
 _PER_CALL = {"adapter_names": "adapters named for each row", "alora_offsets": "aLoRA adapters, counted from the end"}
 
 
@@ -90,6 +92,18 @@ def is_wrapped(model: PreTrainedModel) -> bool:
     if getattr(model.config, "quantization_config", None) is not None or getattr(model, "peft_config", None):
         return True
     return not all(holds_numbers(weight) for weight in model.parameters())
+
+
+def quantisation(model: PreTrainedModel) -> str:
+    """How a model's weights are packed, in words as `bitsandbytes, 4 bits`; UNPACKED where they are plain numbers."""
+    told = getattr(model.config, "quantization_config", None)
+    if told is not None:
+        find = told.get if isinstance(told, dict) else lambda name: getattr(told, name, None)
+        method = find("quant_method") or type(told).__name__
+        bits = next((count for count in (4, 8) if find(f"load_in_{count}bit")), find("bits"))
+        return f"{getattr(method, 'value', method)}" + (f", {bits} bits" if bits else "")
+    packed = [type(weight) for weight in model.parameters() if type(weight).__module__.split(".")[0] in _PACKERS]
+    return f"{packed[0].__module__.split('.')[0]}, {packed[0].__name__}" if packed else UNPACKED
 
 
 def why_inexact(model: PreTrainedModel) -> str | None:

@@ -10,15 +10,20 @@ import pytest
 import tiny
 import torch
 from oracle import plain
+from scipy.stats import kstest
 
 from selfspec import registry
 from selfspec.errors import UnsupportedGeneration
 from selfspec.heads.lookup import Lookup
+from selfspec.inference import request as requests
 from selfspec.inference.batching import Batch, longest_text
+from selfspec.inference.certify.models import wide_model
 from selfspec.inference.rows import News, Row
 from selfspec.inference.runs import prepare
 from selfspec.inference.undrafted import Undrafted
+from selfspec.output_head import FewRowsHead
 from selfspec.resolve import resolve_draft
+from selfspec.screen import Screen
 from selfspec.stats import Stats
 from selfspec.target import Target
 
@@ -217,3 +222,85 @@ def test_the_longest_text_is_where_scores_begin_to_depend_on_other_rows() -> Non
     target.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     target.config.max_position_embeddings = 64
     assert longest_text(target) == 64
+
+
+# Draws without all logits
+
+needs_kernels = pytest.mark.skipif(
+    not Screen.applies(torch.empty(1, 1).expand(40_000, 1)), reason="no kernels for bytes on this processor"
+)
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
+    """A target whose output head is screened; short texts draw from that, too."""
+    monkeypatch.setattr(requests, "_LONG", 2)
+    target = Target(wide_model())
+    target.screen(prompt(4))
+    yield target
+    target.release()
+
+
+def written(target: Target, kind: str, others: list[Row], one: Row) -> list[int]:
+    batch = Batch(target, draft(kind, target), [*others, one], Stats())
+    while batch.rows:
+        batch.round()
+    assert isinstance(one.listener, Ears)
+    return one.listener.tokens
+
+
+@needs_kernels
+@pytest.mark.parametrize("options", [{"top_k": 0, "temperature": 0.9}, {"top_k": 30, "top_p": 0.9}])
+def test_a_row_drawn_without_all_logits_is_the_same_in_any_company(
+    options: dict[str, Any], wide: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside rows that need all logits, and beside so many that `generate` would not screen them."""
+    wish = {"max_new_tokens": 8, "do_sample": True, **options}
+    made: list[int] = []
+    call = FewRowsHead.__call__
+    monkeypatch.setattr(FewRowsHead, "__call__", lambda self, hidden: made.append(1) or call(self, hidden))
+    texts = [written(wide, kind, [], row(wide, 4, wish, Ears())) for kind in ("none", "lookup")]
+    assert not made
+    greedy, penalty = row(wide, 1, GREEDY, Ears()), row(wide, 2, {**wish, "repetition_penalty": 1.2}, Ears())
+    texts.append(written(wide, "lookup", [greedy, penalty, row(wide, 3, wish, Ears(), 2)], row(wide, 4, wish, Ears())))
+    assert made
+    many = [row(wide, 1 + number % 3, {**wish, "max_new_tokens": 3}, Ears()) for number in range(65)]
+    texts.append(written(wide, "none", many, row(wide, 4, wish, Ears())))
+    assert all(text == texts[0] for text in texts)
+    assert len(set(texts[0])) > 3 and texts[0] != written(wide, "none", [], row(wide, 5, wish, Ears()))
+
+
+@needs_kernels
+def test_a_row_under_a_top_k_takes_the_tokens_that_its_numbers_stand_for(wide: Target) -> None:
+    """One uniform number per token, and the running sum of the probabilities from transformers' own pass."""
+    found = written(wide, "lookup", [], row(wide, 4, {"max_new_tokens": 12, "do_sample": True, "top_k": 30}, Ears()))
+    numbers = torch.rand(len(found), generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    ids = torch.tensor([prompt(4) + found])
+    logits = wide.model(input_ids=ids, use_cache=False).logits[0, len(prompt(4)) - 1 : -1].double()
+    best = logits.topk(30).indices
+    p = torch.zeros_like(logits).scatter_(1, best, logits.gather(1, best).softmax(-1))
+    wanted = [int(torch.searchsorted(sums, number)) for sums, number in zip(p.cumsum(1), numbers, strict=True)]
+    assert found == wanted
+
+
+@needs_kernels
+def test_rows_drawn_without_all_logits_have_the_distribution_of_the_softmax(wide: Target) -> None:
+    """Where tokens lie in it is uniform (Kolmogorov-Smirnov). A right one fails once in a million; seeds are fixed."""
+    wish = {"max_new_tokens": 2, "do_sample": True, "top_k": 0, "temperature": 0.8}
+    rows = [row(wide, 4, wish, Ears()) for _ in range(120)]
+    for seed, one in enumerate(rows):
+        one.request.generator = torch.Generator().manual_seed(seed)
+    batch = Batch(wide, Undrafted(), rows, Stats())
+    batch.round()
+    texts = torch.tensor([one.listener.tokens for one in rows])  # type: ignore[attr-defined]
+    ids = torch.cat([torch.tensor(prompt(4)).expand(120, -1), texts[:, :1]], 1)
+    logits = wide.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1].double()
+    own = torch.rand(120, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def places(temperature: float) -> list[float]:
+        p = (logits / temperature).softmax(-1)
+        share = p.gather(1, texts[:, 1:])
+        return ((p * (p > share)).sum(1) + own * share[:, 0]).tolist()
+
+    assert kstest(places(0.8), "uniform").pvalue > 1e-6
+    assert kstest(places(1.2), "uniform").pvalue < 1e-6, "the test has teeth"

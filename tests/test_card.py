@@ -56,6 +56,7 @@ def certificate(files: dict[str, str]) -> dict[str, Any]:
     first = {"first_token": {"total_variation": 0.0123}}
     sampled = {"drafted": {**first, "samples": 400}, "plain": {"first_token": {"total_variation": 0.0141}}}
     parts = {"greedy": [greedy], "rule": {"trees": [1] * 9, "largest_distance": 3e-16}, "sampled": [sampled]}
+    parts["screened"] = {"used": True, "nodes": 4, "ways": [{"samples": 2000, "smallest_p_value": 0.125}]}
     who = {"fingerprint": "weights:a:b", "dtype": "bfloat16"}
     return {"passed": True, "target": who, "draft": {"files": files}, "parts": parts}
 

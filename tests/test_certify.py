@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,17 @@ from selfspec.errors import ConfigError
 from selfspec.heads.lookup import Lookup
 from selfspec.heads.medusa import Medusa, MedusaConfig
 from selfspec.inference.certify import CertifySettings, certify, faults, verdicts
+from selfspec.inference.certify.certificate import SCREENED, screened_part
 from selfspec.inference.certify.draws import draws_check
 from selfspec.inference.certify.greedy import greedy_check, noise_floor
+from selfspec.inference.certify.models import tiny_prompts, wide_model
 from selfspec.inference.certify.record import mismatches, read_certificate
 from selfspec.inference.certify.rule import TOLERANCE, Shape, distance, shape_of
+from selfspec.inference.certify.screened import _cells
 from selfspec.inference.certify.statistics import detectable, fit, same_source, together
 from selfspec.models import load_target
-from selfspec.target import Target
+from selfspec.screen import Screen, Screened
+from selfspec.target import Target, Unscored
 from selfspec.tree import DraftTree, Drawn, TreeShape
 
 SMALL = CertifySettings(max_new_tokens=10, sampled_prompts=1, samples=60, engine_samples=8, trees=10, top_k=5)
@@ -62,7 +67,7 @@ def record(model: PreTrainedModel) -> dict[str, Any]:
 
 def test_a_right_draft_is_certified_in_every_part(record: dict[str, Any]) -> None:
     assert record["passed"], verdicts(record["parts"])
-    assert set(record["parts"]) == {"greedy", "rule", "draws", "sampled"}
+    assert set(record["parts"]) == {"greedy", "screened", "rule", "draws", "sampled"}
     greedy = record["parts"]["greedy"][0]
     assert {text["variant"] for text in greedy["texts"]} == {
         "as it is",
@@ -176,6 +181,92 @@ def test_there_are_at_least_twelve_faults_and_none_stays_planted() -> None:
 def test_every_planted_fault_is_caught_and_faultless_drafts_pass() -> None:
     missed = [found for found in faults.self_test() if not found.passed]
     assert not missed
+
+
+# Draws without all logits
+
+needs_kernels = pytest.mark.skipif(
+    not Screen.applies(torch.empty(1, 1).expand(40_000, 1)), reason="no kernels for bytes on this processor"
+)
+
+
+@pytest.fixture(scope="module")
+def wide() -> Iterator[Target]:
+    target = Target(wide_model())
+    yield target
+    target.release()
+
+
+def wide_prompts() -> list[list[int]]:
+    return [prompt * 2 for prompt in tiny_prompts(3)[1:]]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)])
+def test_draws_without_all_logits_are_judged_in_the_targets_own_dtype(dtype: torch.dtype) -> None:
+    target = Target(wide_model().to(dtype))
+    try:
+        settings = CertifySettings(screened_draws=100, top_k=30, sampled_prompts=2)
+        found = screened_part(target, wide_prompts(), settings)
+    finally:
+        target.release()
+    [(line, passed)] = verdicts({SCREENED: found})
+    assert found["used"] and passed, line
+    assert [way["way"] for way in found["ways"]] == ["temperature 0.9", "top 30"]
+    assert all(way["samples"] == 400 and way["degrees_of_freedom"] > 8 for way in found["ways"])
+    assert found["same_logits"] and found["within_bounds"] and "800 at 4 nodes" in line
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "name",
+    ["a proposed token is never refused", pytest.param("half of the top k is missed", marks=pytest.mark.nightly)],
+)
+def test_planted_faults_of_draws_without_all_logits_are_caught(name: str) -> None:
+    [found] = faults.self_test([fault for fault in faults.FAULTS if fault.name == name], drafts={})
+    assert found.passed and "draws without all logits" in found.outcome, found.outcome
+
+
+@needs_kernels
+def test_logits_outside_their_bounds_fail(wide: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = CertifySettings(screened_draws=50, sampled_prompts=1, top_k=5)
+    assert screened_part(wide, wide_prompts(), settings)["within_bounds"]
+    holds = Screened.holds
+    monkeypatch.setattr(Screened, "holds", lambda self, logits: holds(replace(self, size=self.size / 10), logits))
+    found = screened_part(wide, wide_prompts(), settings)
+    assert not found["within_bounds"] and not found["passed"]
+    assert "outside the bounds" in verdicts({SCREENED: found})[0][0]
+
+
+@needs_kernels
+def test_a_pass_with_other_logits_fails(wide: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = CertifySettings(screened_draws=50, sampled_prompts=1, top_k=5)
+    made = Unscored.logits
+    monkeypatch.setattr(Unscored, "logits", lambda self: made(self) * 1.01)
+    found = screened_part(wide, wide_prompts(), settings)
+    assert not found["same_logits"] and not found["passed"]
+
+
+@needs_kernels
+def test_targets_whose_tokens_are_never_drawn_so_say_why(wide: Target, model: PreTrainedModel) -> None:
+    target, config = Target(model), wide.model.generation_config
+    try:
+        assert "not screened" in screened_part(target, PROMPTS, SMALL)["reason"]
+        config.repetition_penalty = 1.2
+        found = screened_part(wide, wide_prompts(), SMALL)
+    finally:
+        target.release()
+        config.repetition_penalty = None
+    assert not found["used"] and found["passed"] and "processors" in found["reason"]
+
+
+def test_tokens_have_cells_of_their_own_or_share_one_with_those_as_likely() -> None:
+    p = torch.tensor([0.0, 0.04, 0.3, 0.06, 0.05, 0.5, 0.05, 0.0], dtype=torch.float64)
+    cells, count = _cells(p, 0.1)
+    assert count == 4 and cells.tolist() == [4, 3, 1, 2, 2, 0, 3, 4]
+    thin = torch.full((1000,), 1e-3, dtype=torch.float64)
+    cells, count = _cells(thin, 0.05)
+    assert torch.bincount(cells, thin).allclose(torch.full((count,), 1 / 20, dtype=torch.float64), atol=2e-3)
 
 
 # Greedy: ties and real differences

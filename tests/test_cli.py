@@ -15,17 +15,19 @@ import families
 import pytest
 import tiny_folder
 import torch
+import typer
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 from selfspec import cli, registry
 from selfspec.checkpoint import CONFIG, WEIGHTS, save_head
+from selfspec.errors import ConfigError
 from selfspec.models import load_target
 from selfspec.prompting import read_prompts
 from selfspec.target import Target
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS = ["demo", "distill", "train", "eval", "bench", "generate", "import", "export", "info"]
+COMMANDS = ["demo", "distill", "train", "eval", "bench", "generate", "import", "export", "info", "certify", "serve"]
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -112,6 +114,54 @@ def test_every_command_has_help(command: str, run: Run) -> None:
 @pytest.mark.parametrize("arguments", [["nothing"], ["bench", "--nothing"], ["bench"], ["bench", "--limit", "0"]])
 def test_wrong_usage_has_status_2(arguments: list[str], run: Run) -> None:
     assert run(*arguments)[0] == 2
+
+
+TAKES_TARGET = ["demo", "distill", "eval", "bench", "tune", "certify", "generate", "chat", "serve", "import", "export"]
+OR_AS_A_WORD = ["eval", "bench", "certify", "chat", "serve"]
+
+
+@pytest.mark.parametrize("command", TAKES_TARGET)
+def test_every_command_names_the_model_alike(command: str) -> None:
+    found = next(c for c in typer.main.get_command(cli.app).commands.values() if c.name == command)  # type: ignore[attr-defined]
+    assert any("--target" in parameter.opts for parameter in found.params)
+    words = [p.metavar for p in found.params if p.param_type_name == "argument"]
+    assert ("TARGET" in words) == (command in OR_AS_A_WORD)
+
+
+@pytest.mark.parametrize("command", OR_AS_A_WORD)
+def test_the_model_may_be_a_word_and_is_given_once(
+    command: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def load(target: str, *machine: Any) -> Any:
+        asked.append(target)
+        raise ConfigError("loaded")
+
+    monkeypatch.setattr(cli.options, "load", load)
+    rest: list[Any] = ["--draft", "lookup", *(["--port", 0] if command == "serve" else [])]
+    rest += ["--json", tmp_path / "x.json"] if command in ("bench", "eval", "certify") else []
+    refused(run(command, "a-model", *rest), "loaded")
+    refused(run(command, "--target", "a-model", *rest), "loaded")
+    assert asked == ["a-model"] * 2
+    status, _, err = run(command, "a-model", "--target", "b-model", *rest)
+    assert status == 2 and "a-model" in err and "b-model" in err
+    status, _, err = run(command, *rest)
+    assert status == 2 and "--target" in err and len(asked) == 2
+
+
+def test_certify_takes_words_for_what_no_option_gives(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, str]] = []
+    monkeypatch.setattr(cli.certify, "_check", lambda path, target, draft, *machine: seen.append((target, draft)))
+    for given in (
+        ["a", "b"],
+        ["--target", "a", "b"],
+        ["a", "--draft", "b"],
+        ["--draft", "b", "--target", "a"],
+    ):
+        assert run("certify", *given, "--check", "c.json")[0] == 0
+    assert seen == [("a", "b")] * 4
+    assert run("certify", "a", "--check", "c.json")[0] == 2
 
 
 def test_bench_writes_its_results(run: Run, model: Path, heads: Path, tmp_path: Path) -> None:

@@ -26,8 +26,11 @@ openai = pytest.importorskip("openai", reason="needs openai's own client, of the
 
 from serving import TEMPLATE, Serving, offline, serving, tiny_model  # noqa: E402
 
+from selfspec.inference import request as requests  # noqa: E402
+from selfspec.inference.certify.models import wide_model  # noqa: E402
 from selfspec.inference.serve.app import Front  # noqa: E402
 from selfspec.inference.serve.scheduler import Limits  # noqa: E402
+from selfspec.screen import Screen, Screened  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 Pair = tuple[PreTrainedModel, PreTrainedTokenizerBase]
@@ -195,6 +198,31 @@ def test_a_seeded_answer_is_that_of_generate_with_the_seed(up: Serving, pair: Pa
     ]
     assert [choice.text for choice in found.choices] == wanted
     assert found.usage.completion_tokens <= 60 and found.usage.prompt_tokens == len(PROMPTS[3])
+
+
+@pytest.mark.skipif(not Screen.applies(torch.empty(40_000, 1)), reason="no kernels for bytes on this processor")
+def test_a_seeded_answer_without_all_logits_is_the_same_after_another_start(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "_LONG", 4)
+    model, tokenizer = wide_model(), pair[1]
+    drawn: list[list[int]] = []
+    draw = Screened.draw
+
+    def noted(self: Screened, *given: Any) -> int | None:
+        token = draw(self, *given)
+        drawn[-1].append(-1 if token is None else token)
+        return token
+
+    monkeypatch.setattr(Screened, "draw", noted)
+    wish = {"model": "tiny", "prompt": [65, 66, 67, 65, 66], "max_tokens": 30, "temperature": 1, "seed": 5}
+    for earlier in ([], ["something else was asked before", "in many words, " * 9]):
+        with serving(model, tokenizer) as up:
+            for prompt in earlier:
+                client(up).completions.create(model="tiny", prompt=prompt, max_tokens=6, temperature=0)
+            drawn.append([])
+            client(up).completions.create(**wish)
+    assert drawn[0] == drawn[1] and len(drawn[0]) == 29
 
 
 def test_a_chat_uses_the_models_template_and_counts_what_the_draft_did(up: Serving, pair: Pair) -> None:

@@ -5,6 +5,7 @@ The judge is transformers' own `generate` on the same wrapped model.
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +21,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import selfspec
+from selfspec.checkpoint import save_head
 from selfspec.errors import ConfigError, UnsupportedModel
 from selfspec.fingerprint import fingerprint
+from selfspec.heads.medusa import Medusa, MedusaConfig
 from selfspec.inference.bench import BenchSettings, check_prompts
 from selfspec.selfcheck import checked_target
 from selfspec.target import Target
@@ -250,6 +253,64 @@ def test_4_bit_weights_of_bitsandbytes_are_exact_and_lend_rows(options: dict[str
 def test_llm_int8_of_bitsandbytes_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"LLM\.int8"):
         selfspec.patch(by_bitsandbytes(tmp_path, load_in_8bit=True), "lookup")
+
+
+def stub_of_bitsandbytes() -> PreTrainedModel:
+    """A model that says of itself what bitsandbytes' do; its weights are plain."""
+    from transformers import BitsAndBytesConfig
+
+    model = tiny.model("llama")
+    model.config.quantization_config = BitsAndBytesConfig(load_in_4bit=True)
+    return model
+
+
+@pytest.fixture
+def plain_heads(tmp_path: Path) -> Path:
+    target = Target(tiny.model("llama"))
+    made = Medusa.from_target(MedusaConfig(num_heads=1), target, torch.Generator().manual_seed(0))
+    target.release()
+    return save_head(made, tmp_path / "heads")
+
+
+def test_heads_of_a_plain_base_on_a_packed_one_are_warned_of(plain_heads: Path) -> None:
+    model = stub_of_bitsandbytes()
+    with pytest.warns(UserWarning, match=r"quantisation none, .* has bitsandbytes, 4 bits"):
+        selfspec.patch(model, plain_heads, guard=False, self_check=False)
+    selfspec.unpatch(model)
+    model.config.quantization_config = {"quant_method": "gptq", "bits": 3}
+    with pytest.warns(UserWarning, match="gptq, 3 bits"):
+        selfspec.patch(model, plain_heads, guard=False, self_check=False)
+    selfspec.unpatch(model)
+
+
+def test_heads_on_a_base_packed_as_theirs_are_not_warned_of(tmp_path: Path, plain_heads: Path) -> None:
+    model = stub_of_bitsandbytes()
+    target = Target(model)
+    made = Medusa.from_target(MedusaConfig(num_heads=1), target, torch.Generator().manual_seed(0))
+    packed_heads = save_head(made, tmp_path / "packed")
+    target.release()
+    for heads, on in ((packed_heads, model), (plain_heads, tiny.model("llama"))):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            selfspec.patch(on, heads, guard=False, self_check=False)
+        selfspec.unpatch(on)
+
+
+def test_heads_that_do_not_say_are_warned_of_where_their_fingerprint_does(
+    plain_heads: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((plain_heads / "config.json").read_text())
+    del config["base_quantization"]
+    (plain_heads / "config.json").write_text(json.dumps(config))
+    model = stub_of_bitsandbytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        selfspec.patch(model, plain_heads, guard=False, self_check=False)  # its output head is plain: nothing is known
+    selfspec.unpatch(model)
+    monkeypatch.setattr("selfspec.fingerprint.holds_numbers", lambda weight: False)
+    with pytest.warns(UserWarning, match="quantisation none"):
+        selfspec.patch(model, plain_heads, guard=False, self_check=False)
+    selfspec.unpatch(model)
 
 
 def by_bitsandbytes(folder: Path, **options: Any) -> PreTrainedModel:

@@ -1,8 +1,9 @@
 """`certify`: checks that a draft leaves a target's output as it is, and a record of what was checked.
 
-Four parts. Greedy: text against plain decoding and transformers' own `generate`, in float32 and in the target's dtype.
-Rule: the accept rule by enumeration on trees shaped as this draft's. Draws: that nodes were drawn from the q that the
-draft hands over. Sampled: rounds and whole calls on the real model against the exact probabilities.
+Five parts. Greedy: text against plain decoding and transformers' own `generate`, in float32 and in the target's dtype.
+Screened: tokens drawn without all logits, in the target's dtype, against the softmax. Rule: the accept rule by
+enumeration on trees shaped as this draft's. Draws: that nodes were drawn from the q that the draft hands over. Sampled:
+rounds and whole calls on the real model against the exact probabilities.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from selfspec.inference.certify.greedy import greedy_check
 from selfspec.inference.certify.record import circumstances, draft_record, target_record
 from selfspec.inference.certify.rule import rule_check, shape_of
 from selfspec.inference.certify.sampled import Rounds, sampled_check
+from selfspec.inference.certify.screened import screened_check
 from selfspec.inference.runs import prepare
 from selfspec.resolve import resolve_draft
 from selfspec.target import Target
 
-GREEDY, RULE, DRAWS, SAMPLED = "greedy", "rule", "draws", "sampled"
+GREEDY, SCREENED, RULE, DRAWS, SAMPLED = "greedy", "screened", "rule", "draws", "sampled"
 _TESTS_PER_CONTEXT = 7
 _TREES_FOR_SHAPES = 3
 
@@ -47,10 +49,11 @@ class CertifySettings:
         samples: rounds per prompt.
         engine_samples: whole calls per prompt.
         trees: trees per prompt to test q on.
+        screened_draws: tokens to draw without all logits, at each of two nodes per prompt, in two ways of sampling.
         temperature: of the sampled part.
         top_k: of the sampled part; 0 is all.
         top_p: of the sampled part.
-        alpha: chance of a false alarm over all tests of the sampled part together.
+        alpha: chance of a false alarm over all tests of the sampled part together (the screened part has its own).
         seed: of everything drawn.
         float32: also check a float32 copy of a target that comes in another dtype; sampling is tested on it.
         rule: the accept rule in use.
@@ -62,6 +65,7 @@ class CertifySettings:
     samples: int = 400
     engine_samples: int = 32
     trees: int = 100
+    screened_draws: int = 500
     temperature: float = 0.9
     top_k: int = 30
     top_p: float = 1.0
@@ -72,7 +76,7 @@ class CertifySettings:
 
     def __post_init__(self) -> None:
         least = {"max_new_tokens": 4, "sampled_prompts": 1, "prompt_tokens": 2, "samples": 50, "trees": 1}
-        for name, bound in {**least, "engine_samples": 1, "top_k": 0}.items():
+        for name, bound in {**least, "engine_samples": 1, "screened_draws": 50, "top_k": 0}.items():
             if getattr(self, name) < bound:
                 raise ConfigError(f"{name}={getattr(self, name)} is too few; give at least {bound}")
         if not (self.temperature > 0 and 0 < self.top_p <= 1 and 0 < self.alpha < 0.5):
@@ -94,6 +98,7 @@ class CertifySettings:
 
 
 QUICK = {"max_new_tokens": 24, "sampled_prompts": 1, "samples": 120, "engine_samples": 16, "trees": 30}
+QUICK |= {"screened_draws": 200}
 """Settings of a short look: the same checks, less power."""
 
 
@@ -136,6 +141,8 @@ def certify(
         who["target"]["changed"] = changes_target(found)
         tell(f"greedy, {who['target']['dtype']}")
         parts[GREEDY].append(greedy_check(target, found, prompts, settings.max_new_tokens))
+        tell("draws without all logits")
+        parts[SCREENED] = screened_part(target, _chosen(prompts, settings), settings)
         if not settings.float32 or target.dtype == torch.float32:
             parts |= sampling_parts(target, found, prompts, settings, tell)
     if SAMPLED not in parts:
@@ -164,7 +171,7 @@ def sampling_parts(
     tell: Callable[[str], None] = lambda part: None,
 ) -> dict[str, Any]:
     """The parts on sampling: the rule, the draws, the real model."""
-    chosen = [prompt[-settings.prompt_tokens :] for prompt in prompts[: settings.sampled_prompts]]
+    chosen = _chosen(prompts, settings)
     tell("accept rule")
     return {
         RULE: rule_part(target, draft, chosen, settings),
@@ -173,9 +180,18 @@ def sampling_parts(
     }
 
 
+def _chosen(prompts: Sequence[list[int]], settings: CertifySettings) -> list[list[int]]:
+    return [prompt[-settings.prompt_tokens :] for prompt in prompts[: settings.sampled_prompts]]
+
+
 def _told(tell: Callable[[str], None], name: str, part: Callable[..., Any], *given: Any) -> Any:
     tell(name)
     return part(*given)
+
+
+def screened_part(target: Target, prompts: Sequence[list[int]], settings: CertifySettings) -> dict[str, Any]:
+    """Tokens drawn without all logits, where this target's are; see `selfspec.inference.certify.screened`."""
+    return screened_check(target, prompts, settings.arguments, settings.screened_draws, settings.seed + 29)
 
 
 def rule_part(target: Target, draft: Draft, prompts: Sequence[list[int]], settings: CertifySettings) -> dict[str, Any]:
@@ -244,6 +260,8 @@ def verdicts(parts: dict[str, Any]) -> list[tuple[str, bool]]:
             f"(noise floor of a logit {greedy['noise_floor']:.2g})"
         )
         found.append((line, greedy["passed"]))
+    if SCREENED in parts:
+        found.append(_screened_verdict(parts[SCREENED]))
     if RULE in parts:
         rule = parts[RULE]
         line = (
@@ -265,3 +283,21 @@ def verdicts(parts: dict[str, Any]) -> list[tuple[str, bool]]:
         )
         found.append((line, sampled["passed"]))
     return found
+
+
+def _screened_verdict(screened: dict[str, Any]) -> tuple[str, bool]:
+    if not screened["used"]:
+        return f"draws without all logits: not used here, since {screened['reason']}", screened["passed"]
+    ways, wrong = [], [] if screened["same_logits"] else ["the pass has other logits"]
+    wrong += [] if screened["within_bounds"] else ["logits lie outside the bounds of the screen"]
+    for way in screened["ways"]:
+        seen = way["seen_with_90_percent_odds_from"]
+        ways.append(
+            f"{way['way']}: smallest p-value {way['smallest_p_value']:.2g}"
+            + (f", {way['impossible_tokens']} impossible tokens" if way["impossible_tokens"] else "")
+            + ("" if seen is None else f", would see {seen:.3f} with 90% odds")
+        )
+    samples = sum(way["samples"] for way in screened["ways"])
+    return f"draws without all logits: {samples} at {screened['nodes']} nodes; {'; '.join(wrong + ways)}", screened[
+        "passed"
+    ]

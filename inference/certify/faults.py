@@ -7,13 +7,11 @@ caught when a part of `certify` fails or the library refuses to go on. The same 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, TemperatureLogitsWarper
+from transformers import TemperatureLogitsWarper
 
 from selfspec import accept as rules
 from selfspec import target as door
@@ -24,6 +22,7 @@ from selfspec.inference.certify.certificate import (
     GREEDY,
     RULE,
     SAMPLED,
+    SCREENED,
     CertifySettings,
     draws_part,
     rule_part,
@@ -32,6 +31,8 @@ from selfspec.inference.certify.certificate import (
 )
 from selfspec.inference.certify.greedy import greedy_check
 from selfspec.inference.certify.models import VOCAB, Peek, tiny_model, tiny_prompts
+from selfspec.inference.certify.planting import Fault, MakeDraft, Outcome, instead
+from selfspec.inference.certify.screened_faults import SCREENED_FAULTS, screened_self_test
 from selfspec.inference.stopping import Stopper
 from selfspec.scoring import Processors, TreeScores
 from selfspec.target import Target
@@ -43,56 +44,12 @@ _SETTINGS = CertifySettings(
 )
 _SOME_TOKENS = torch.arange(1, VOCAB, 2)
 
-MakeDraft = Callable[[PreTrainedModel], Peek]
-Plant = Callable[[], Any]
-
 DRAFTS: dict[str, MakeDraft] = {
     "chosen tree": lambda m: Peek(m, (3, 2, 2, 1), draw=False),
     "drawn chain": lambda m: Peek(m, (1, 1, 1)),
     "siblings without replacement": lambda m: Peek(m, (3, 2), with_replacement=False),
     "siblings with replacement, reduced vocabulary": lambda m: Peek(m, (3, 1), token_ids=_SOME_TOKENS),
 }
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One planted fault.
-
-    Args:
-        name: what is wrong.
-        part: the part of `certify` that is tried first.
-        draft: a name in DRAFTS, or a draft that is the fault itself.
-        plant: a context in which the fault is there.
-    """
-
-    name: str
-    part: str
-    draft: str | MakeDraft
-    plant: Plant = nullcontext
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One line of the self-test: `passed` when a fault was caught, or a faultless draft passed."""
-
-    name: str
-    passed: bool
-    outcome: str
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-def _instead(owner: Any, name: str, make: Callable[[Any], Any]) -> Plant:
-    """A plant that replaces a function by what `make` makes of the original."""
-    return lambda: _replaced(owner, name, make(vars(owner)[name]))
 
 
 # Faults of the pass and the cache
@@ -251,29 +208,29 @@ class _PassedOffAsDrawn(Peek):
 
 CHOSEN, CHAIN, SIBLINGS, REDUCED = DRAFTS
 FAULTS = (
-    Fault("the mask lets every node see all others", GREEDY, CHOSEN, _instead(door, "visible", _all_visible)),
-    Fault("the mask hides a node's parent", GREEDY, CHOSEN, _instead(door, "visible", _without_parent)),
-    Fault("positions are off by one", GREEDY, CHOSEN, _instead(door, "tree_positions", _one_too_far)),
-    Fault("positions are slots, not depths", GREEDY, CHOSEN, _instead(door, "tree_positions", _slots_as_positions)),
-    Fault("accepted entries stay where they were", GREEDY, CHOSEN, _instead(SlotLayer, "move", lambda o: _nothing)),
-    Fault("a rejected entry stays in the cache", GREEDY, CHOSEN, _instead(SlotCache, "keep", _one_rejected_kept)),
-    Fault("the wrong rows go on in a batch", GREEDY, CHOSEN, _instead(SlotCache, "select", _first_rows)),
-    Fault("an end token inside a run is ignored", GREEDY, CHOSEN, _instead(Stopper, "cut", _end_only_at_the_end)),
-    Fault("penalties do not see the run", GREEDY, CHOSEN, _instead(Processors, "__call__", _stale_history)),
-    Fault("penalties see another path", GREEDY, CHOSEN, _instead(TreeScores, "__call__", _first_nodes_as_path)),
+    Fault("the mask lets every node see all others", GREEDY, CHOSEN, instead(door, "visible", _all_visible)),
+    Fault("the mask hides a node's parent", GREEDY, CHOSEN, instead(door, "visible", _without_parent)),
+    Fault("positions are off by one", GREEDY, CHOSEN, instead(door, "tree_positions", _one_too_far)),
+    Fault("positions are slots, not depths", GREEDY, CHOSEN, instead(door, "tree_positions", _slots_as_positions)),
+    Fault("accepted entries stay where they were", GREEDY, CHOSEN, instead(SlotLayer, "move", lambda o: _nothing)),
+    Fault("a rejected entry stays in the cache", GREEDY, CHOSEN, instead(SlotCache, "keep", _one_rejected_kept)),
+    Fault("the wrong rows go on in a batch", GREEDY, CHOSEN, instead(SlotCache, "select", _first_rows)),
+    Fault("an end token inside a run is ignored", GREEDY, CHOSEN, instead(Stopper, "cut", _end_only_at_the_end)),
+    Fault("penalties do not see the run", GREEDY, CHOSEN, instead(Processors, "__call__", _stale_history)),
+    Fault("penalties see another path", GREEDY, CHOSEN, instead(TreeScores, "__call__", _first_nodes_as_path)),
     Fault(
         "the last token comes from the wrong node",
         GREEDY,
         CHOSEN,
-        _instead(TreeScores, "__call__", _scores_of_the_parent),
+        instead(TreeScores, "__call__", _scores_of_the_parent),
     ),
-    Fault("the first guess is never verified", GREEDY, CHOSEN, _instead(Children, "find", _first_guess_unread)),
-    Fault("the target's temperature is left out", SAMPLED, CHOSEN, _instead(Processors, "__init__", _no_temperature)),
-    Fault("no residual after a refusal", RULE, CHAIN, _instead(rules, "_normalised", _no_residual)),
-    Fault("children accepted with p / (c q)", RULE, SIBLINGS, _instead(rules, "_try_children", _divided)),
-    Fault("plain q for siblings without replacement", RULE, SIBLINGS, _instead(rules, "_without", _keeps_the_token)),
-    Fault("siblings judged by the whole p", RULE, SIBLINGS, _instead(rules, "_try_children", _residual_forgotten)),
-    Fault("a block judged by its last weight alone", RULE, CHAIN, _instead(rules, "_share", _single_share)),
+    Fault("the first guess is never verified", GREEDY, CHOSEN, instead(Children, "find", _first_guess_unread)),
+    Fault("the target's temperature is left out", SAMPLED, CHOSEN, instead(Processors, "__init__", _no_temperature)),
+    Fault("no residual after a refusal", RULE, CHAIN, instead(rules, "_normalised", _no_residual)),
+    Fault("children accepted with p / (c q)", RULE, SIBLINGS, instead(rules, "_try_children", _divided)),
+    Fault("plain q for siblings without replacement", RULE, SIBLINGS, instead(rules, "_without", _keeps_the_token)),
+    Fault("siblings judged by the whole p", RULE, SIBLINGS, instead(rules, "_try_children", _residual_forgotten)),
+    Fault("a block judged by its last weight alone", RULE, CHAIN, instead(rules, "_share", _single_share)),
     Fault("q is not what was drawn", DRAWS, lambda m: Peek(m, (1, 1, 1), handed_over=_flatter)),
     Fault(
         "temperature is left out of q",
@@ -291,6 +248,7 @@ FAULTS = (
         lambda m: Peek(m, (2, 1), token_ids=_SOME_TOKENS, said_ids=_SOME_TOKENS.roll(1)),
     ),
     Fault("chosen nodes passed off as drawn", DRAWS, lambda m: _PassedOffAsDrawn(m, (2, 1))),
+    *SCREENED_FAULTS,
 )
 
 
@@ -306,11 +264,12 @@ def self_test(faults: Sequence[Fault] = FAULTS, drafts: dict[str, MakeDraft] | N
     try:
         for name, make in (DRAFTS if drafts is None else drafts).items():
             yield _without_fault(name, target, make(model), prompts)
-        for fault in faults:
+        for fault in (fault for fault in faults if fault.part != SCREENED):
             make = DRAFTS[fault.draft] if isinstance(fault.draft, str) else fault.draft
             yield _with_fault(fault, target, make(model), prompts)
     finally:
         target.release()
+    yield from screened_self_test([fault for fault in faults if fault.part == SCREENED], faultless=drafts is None)
 
 
 def _part(name: str, target: Target, draft: Peek, prompts: Sequence[list[int]]) -> Any:

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
 from selfspec.draft import Budget, DraftState, Needs, Sampling, Verified
 from selfspec.tree import DraftTree, Drawn, TreeShape
 
-VOCAB = 32
-_WINDOW = 16
+VOCAB, WIDE_VOCAB = 32, 33_000
+_WINDOW, _WIDTH = 16, 128
 
 
 def tiny_model(seed: int = 0) -> PreTrainedModel:
@@ -41,6 +41,38 @@ def tiny_model(seed: int = 0) -> PreTrainedModel:
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model.eval().requires_grad_(False)
+
+
+def wide_model(seed: int = 0) -> PreTrainedModel:
+    """A random float32 model with so many tokens that its output head is screened.
+
+    Logits have a standard deviation of 4: some tokens are likely, and those that are not share a third of the
+    probability. Every other row of the head has one entry much larger than the rest, so its bytes are coarse and what
+    its bound leaves open matters.
+    """
+    config = MistralConfig(
+        vocab_size=WIDE_VOCAB,
+        hidden_size=_WIDTH,
+        intermediate_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_hidden_layers=1,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+        tie_word_embeddings=False,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    weight = torch.randn(WIDE_VOCAB, _WIDTH, generator=generator)
+    coarse = torch.arange(0, WIDE_VOCAB, 2)
+    weight[coarse, torch.randint(0, _WIDTH, (len(coarse),), generator=generator)] *= 40.0
+    model.lm_head.weight.data.copy_(weight * (4.0 / weight.norm(dim=1, keepdim=True)))
+    found: PreTrainedModel = model.eval().requires_grad_(False)
+    return found
 
 
 def tiny_prompts(count: int, seed: int = 1) -> list[list[int]]:

@@ -76,6 +76,8 @@ def make_server(
     """
     target = model if isinstance(model, Target) else Target(model)
     metrics = Metrics()
+    if target.draws:  # on a text of our own, and before any other, so that a seed draws alike after the next start
+        target.screen(_tokens(tokenizer))
     steering = _steering(target, tokenizer, draft, settings)
     scheduler = Scheduler(target, draft, settings.limits, settings.nodes, metrics.rows.observe, steering)
     metrics.watch(scheduler)
@@ -98,9 +100,12 @@ def _steering(
     if draft is None or not settings.guard:
         return None
     guarding = Guarding(target, draft, settings.nodes, [settings.known])
-    text = list(tokenizer(8 * _TEXT, add_special_tokens=False)["input_ids"])
     most = 1 if target.chain_only else 1 << (settings.limits.rows - 1).bit_length()
-    return Steering(guarding) if guarding.prepare(text, {1, min(8, most), most}) else None
+    return Steering(guarding) if guarding.prepare(_tokens(tokenizer), {1, min(8, most), most}) else None
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return list(tokenizer(8 * _TEXT, add_special_tokens=False)["input_ids"])
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from selfspec.cli import options as opt
-from selfspec.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -18,8 +17,12 @@ _FILE = Path("certificate.json")
 
 
 def certify(
-    target: Annotated[str | None, typer.Argument(help="Model: a folder, a Hub id, or `demo`.")] = None,
-    draft: Annotated[str | None, typer.Argument(help="Heads (folder or Hub id), or a method without training.")] = None,
+    word: opt.TargetWord = None,
+    second: Annotated[str | None, typer.Argument(metavar="DRAFT", help="The same as --draft.")] = None,
+    target: opt.TargetOrWord = None,
+    draft: Annotated[
+        str | None, typer.Option("--draft", help="Heads (folder or Hub id), or a method without training.")
+    ] = None,
     prompts: opt.Prompts = None,
     limit: opt.Limit = 4,
     max_new_tokens: Annotated[int | None, typer.Option(min=4, help="Tokens per greedy text.")] = None,
@@ -47,8 +50,9 @@ def certify(
     if self_test:
         _self_test(threads)
         return
+    target, draft = opt.with_words([word, second], target=target, draft=draft)
     if target is None or draft is None:
-        raise ConfigError("certify wants TARGET and DRAFT, or --self-test")
+        raise typer.BadParameter("certify wants --target and --draft, or --self-test")
     if check is not None:
         _check(check, target, draft, dtype, device, threads)
         return

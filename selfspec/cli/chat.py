@@ -16,7 +16,8 @@ _HELP = "/reset begins anew, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
 
 
 def chat(
-    target: opt.TargetArgument,
+    word: opt.TargetWord = None,
+    target: opt.TargetOrWord = None,
     draft: opt.Draft = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     max_new_tokens: opt.MaxNewTokens = 512,
@@ -30,6 +31,7 @@ def chat(
     report: opt.Report = False,
 ) -> None:
     """Talk with a model in the terminal. What was read in earlier turns is kept."""
+    target = opt.the_target(word, target)
     import torch
 
     from selfspec.inference.chat import Chat

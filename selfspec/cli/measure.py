@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 def bench(
+    word: opt.TargetWord = None,
     target: Annotated[
         str | None, typer.Option("--target", help="Model: a folder, a Hub id, or `demo`; not needed with --gpu-shape.")
     ] = None,
@@ -65,6 +66,7 @@ def bench(
     json: opt.JsonFile = None,
 ) -> None:
     """Plain decoding, transformers and drafts side by side on the same prompts, interleaved."""
+    (target,) = opt.with_words([word], target=target)
     opt.check_files(json, plot, page)
     if adversarial:
         results = _adversarial(target, draft or [], prompts, limit, dtype, device, threads, max_new_tokens, seed)
@@ -104,7 +106,8 @@ def _show(results: dict[str, Any], plot: str | None, page: str | None) -> None:
 
 
 def evaluate(
-    target: opt.Target,
+    word: opt.TargetWord = None,
+    target: opt.TargetOrWord = None,
     draft: opt.Drafts = None,
     prompts: opt.Prompts = None,
     limit: opt.Limit = 20,
@@ -117,6 +120,7 @@ def evaluate(
     json: opt.JsonFile = None,
 ) -> None:
     """Acceptance per depth, measured by real speculative decoding on text the heads have not seen."""
+    target = opt.the_target(word, target)
     opt.check_files(json)
     if not draft:
         raise ConfigError("nothing to evaluate: give at least one --draft")

@@ -10,14 +10,18 @@ import typer
 from selfspec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from selfspec.prompting import Prompt
 
 Target = Annotated[str, typer.Option("--target", help="Model: a folder, a Hub id, or `demo` (the demo extra).")]
-TargetArgument = Annotated[str, typer.Argument(help="Model: a folder, a Hub id, or `demo` (the demo extra).")]
+TargetOrWord = Annotated[
+    str | None, typer.Option("--target", help="Model: a folder, a Hub id, or `demo` (the demo extra).")
+]
+TargetWord = Annotated[str | None, typer.Argument(metavar="TARGET", help="The same as --target.")]
+"""Where no other words are taken the target may be one; documented is the option, which all commands have."""
 Draft = Annotated[str | None, typer.Option("--draft", help="Heads or a method; plain decoding if left out.")]
 Drafts = Annotated[
     list[str] | None,
@@ -50,6 +54,32 @@ Nodes = Annotated[
 ]
 Report = Annotated[bool, typer.Option("--report", help="Show rounds, acceptance and time by stage at the end.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the results here, too.")]
+
+
+def with_words(words: Sequence[str | None], **options: str | None) -> list[str | None]:
+    """Values of options that may stand as words, too, in this order: words are for those that are not given.
+
+    Raises:
+        BadParameter: there are more words than options left.
+    """
+    left = [word for word in words if word is not None]
+    found = [left.pop(0) if value is None and left else value for value in options.values()]
+    if left:
+        known = ", ".join(f"--{name} {value}" for name, value in zip(options, found, strict=True))
+        raise typer.BadParameter(f"{left[0]!r} is one word too many beside {known}")
+    return found
+
+
+def the_target(word: str | None, target: str | None) -> str:
+    """The target, given as a word or as an option.
+
+    Raises:
+        BadParameter: it is given twice, or not at all.
+    """
+    (found,) = with_words([word], target=target)
+    if found is None:
+        raise typer.BadParameter("there is no model; give --target")
+    return found
 
 
 def quiet(threads: int | None = None) -> None:

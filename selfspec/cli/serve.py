@@ -11,11 +11,12 @@ from selfspec.errors import ConfigError
 
 
 def serve(
-    target: opt.TargetArgument,
+    word: opt.TargetWord = None,
+    target: opt.TargetOrWord = None,
     draft: opt.Draft = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine's.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
-    name: Annotated[str | None, typer.Option(help="The model's name for clients; TARGET if left out.")] = None,
+    name: Annotated[str | None, typer.Option(help="The model's name for clients; --target if left out.")] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="SELFSPEC_API_KEY", help="Clients must send it; no key if left out.")
     ] = None,
@@ -35,6 +36,7 @@ def serve(
     threads: opt.Threads = None,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does, with a page to chat at `/`."""
+    target = opt.the_target(word, target)
     try:
         from selfspec.inference.serve.app import Front
         from selfspec.inference.serve.scheduler import Limits
