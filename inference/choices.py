@@ -35,6 +35,7 @@ class Round:
         depth: of the tree.
         gains: committed tokens per row, the target's own included.
         seconds: wall time of the round.
+        drafted: of it, what the draft took (proposing and observing), where the round does not wait for an accelerator.
     """
 
     rows: int
@@ -43,6 +44,7 @@ class Round:
     depth: int
     gains: list[int]
     seconds: float
+    drafted: float | None = None
 
 
 class Pilot(Protocol):

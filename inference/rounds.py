@@ -118,7 +118,7 @@ class Rounds(ABC):
     @torch.no_grad()
     def round(self) -> None:
         """One pass of the target over a tree of guesses, and all that follows from it."""
-        begun = time.perf_counter()
+        begun, drafting = time.perf_counter(), self._drafting()
         rows, context, depth = len(self.rows), max(self.cache.lengths), self._deepest()
         choice = self._choose(rows, context, depth)
         with self.stats.timed("propose"):
@@ -140,7 +140,12 @@ class Rounds(ABC):
         if self.pilot is not None:
             gains = [len(tokens) for tokens in accepted.tokens]
             seconds = time.perf_counter() - begun
-            self.pilot.learn(choice, Round(rows, context, tree.nodes, tree.shape.max_depth, gains, seconds))
+            drafted = None if self.reads_once else self._drafting() - drafting
+            self.pilot.learn(choice, Round(rows, context, tree.nodes, tree.shape.max_depth, gains, seconds, drafted))
+
+    def _drafting(self) -> float:
+        """Seconds spent in drafts so far."""
+        return self.stats.seconds.get("propose", 0.0) + self.stats.seconds.get("observe", 0.0)
 
     def _choose(self, rows: int, context: int, depth: int) -> Choice:
         if depth < 1:

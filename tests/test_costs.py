@@ -10,7 +10,7 @@ import torch
 from guard_tools import BF16, asked
 
 from selfspec.errors import ConfigError
-from selfspec.inference.choices import Choice
+from selfspec.inference.choices import OFF, Choice, Round
 from selfspec.inference.guard.costs import (
     CostTable,
     Group,
@@ -22,7 +22,7 @@ from selfspec.inference.guard.costs import (
     table_path,
     write_table,
 )
-from selfspec.inference.guard.measure import measure
+from selfspec.inference.guard.measure import _group, _Script, measure
 from selfspec.resolve import resolve_draft
 
 
@@ -103,6 +103,47 @@ def test_a_measurement_times_every_size_and_notes_what_drafts_give(rows: int) ->
     (found,) = group.drafts.values()
     assert [(a.nodes, a.gave) for a in found] == [(None, 6), (3, 3)] and min(group.target.values()) > 0
     assert torch.equal(torch.get_rng_state(), before)
+    target.release()
+
+
+def test_every_choice_counts_as_often_as_time_allows_and_takes_turns_with_those_of_its_part_only() -> None:
+    parts = [[OFF, Choice(0, 4)], [Choice(1, 2), Choice(1, 4)]]
+    for limit, turns in ((1000.0, 5), (0.0, 1)):
+        script, played = _Script(parts, 1, [limit, limit]), []
+        while not script.done:
+            played.append(script.choose(1, 1, 9))
+            script.learn(played[-1], Round(1, 1, 1, 0, [1], float(len(played))))
+        warm = [choice for _ in range(2) for part in parts for choice in part]
+        assert played == warm + [choice for part in parts for choice in part[:1] + turns * part]
+        assert [len(rounds) for rounds in script.rounds.values()] == [turns] * 4
+        assert script.rounds[OFF][0].seconds == len(warm) + 2, "what was played first counts nowhere"
+
+
+def test_noise_of_the_targets_pass_is_not_taken_for_the_cost_of_a_draft() -> None:
+    """A draft of 2 ms on passes of 50 ms, one in two of which waits another 30 ms for the machine."""
+    target = tiny.selfspec_target("llama")
+    draft = resolve_draft("lookup", target)
+    noisy = [0.080, 0.050, 0.080, 0.050, 0.080]
+    rounds = {
+        OFF: [Round(1, 9, 1, 0, [1], seconds, 0.0) for seconds in noisy[::-1]],
+        Choice(1, 4): [Round(1, 9, 1, 0, [1], seconds + 0.002, 0.002) for seconds in noisy],
+        Choice(1, 8): [Round(1, 9, 1, 1, [1], 0.030 + 0.002, 0.002) for _ in noisy],
+    }
+    (found,) = _group(rounds, [draft], 9).drafts.values()
+    assert [asked.seconds for asked in found] == [0.002, 0.002]
+    target.release()
+
+
+def test_a_draft_that_spares_the_target_work_is_charged_for_whole_rounds_only() -> None:
+    """As early exit does: its stages take 30 ms, and the pass that follows 20 of its 50 ms less."""
+    target = tiny.selfspec_target("llama")
+    draft = resolve_draft("early-exit", target)
+    rounds = {
+        OFF: [Round(1, 9, 1, 0, [1], 0.050, 0.0) for _ in range(3)],
+        Choice(1, 4): [Round(1, 9, 1, 1, [1], 0.060, 0.030) for _ in range(3)],
+    }
+    (found,) = _group(rounds, [draft], 9).drafts.values()
+    assert [asked.seconds for asked in found] == [pytest.approx(0.010)]
     target.release()
 
 

@@ -23,7 +23,7 @@ from selfspec import registry
 from selfspec.draft import Budget, Sampling, Verified
 from selfspec.errors import ConfigError
 from selfspec.inference import drafting
-from selfspec.inference.choices import OFF, Choice
+from selfspec.inference.choices import OFF, Choice, Round
 from selfspec.inference.drafting import Pick
 from selfspec.inference.engine import Generation, decode
 from selfspec.inference.guard import setup
@@ -295,6 +295,22 @@ def test_costs_are_measured_once_and_read_from_disk_later(
         model.generate(prompt.expand(7, -1), max_new_tokens=4)
         assert model.speculation.report()["guard"] is None
     assert len(measure.calls) == 2
+
+
+@pytest.mark.parametrize(("seconds", "times"), [(1.0, 1), (0.8, 1), (0.6, 2), (1.5, 2)])
+def test_costs_of_another_state_of_the_machine_are_measured_anew_once(
+    target: Target, monkeypatch: pytest.MonkeyPatch, seconds: float, times: int
+) -> None:
+    """Plain passes of a second by the table take this long in the text."""
+    measure = _scripted_costs(monkeypatch, {1: 1.0, 2: 1.1, 8: 1.2}, 0.1)
+    guarding = setup.Guarding(target, _drafts(target)[0])
+    for _ in range(3):
+        assert guarding.prepare([3, 4], {1}, whole=True)
+        guard = guarding.guard(sampled=False, whole=True)
+        for _ in range(12):
+            guard.learn(OFF, Round(1, 20, 1, 0, [1], seconds))
+        guarding.finish(guard, sampled=False)
+    assert len(measure.calls) == times
 
 
 def test_where_nothing_can_be_measured_drafts_are_asked_in_every_round(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import statistics
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ _LOG = logging.getLogger(__name__)
 _QUICK = 4.0
 _MOST_TEXT = 256
 _ENOUGH = 10
+_UNLIKE = 1.33
 _FULL_ROWS = 8
 _MOST_PLACES = 256
 _COMPILED_NODES = 8
@@ -71,6 +73,7 @@ class Guarding:
         self._tables: dict[bool, CostTable] = {}
         self._memory: list[Experience] | None = None
         self._ratios: dict[tuple[bool, int | None], list[float]] = {}
+        self._renewed: set[bool] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy (of the model, usually) learns for itself."""
@@ -121,6 +124,10 @@ class Guarding:
         table = self._tables.get(whole)
         if table is not None and table.circumstances != about:
             table, self._tables, self._memory, self._ratios = None, {}, None, {}
+        if self._suspect(whole):
+            _LOG.info("rounds take another time here than the costs that were kept say: measuring anew")
+            self._renewed.add(whole)
+            table, self._memory, self._ratios = CostTable(about), None, {}
         table = table or read_table(about)
         for size in sorted(rows):
             if not table.covers(size, keys):
@@ -129,6 +136,16 @@ class Guarding:
                 table.add(measure(self.target, self.parts, text, size, self.seconds, whole=whole, **what))
                 write_table(table)
             self._tables[whole] = table
+
+    def _suspect(self, whole: bool) -> bool:
+        """Whether plain passes take so unlike what the table says that it was made in another state of the machine.
+
+        Measuring anew is done once: a machine that changes all the time has no table.
+        """
+        plain = self._ratios.get((whole, None), [])
+        if whole in self._renewed or len(plain) < _ENOUGH:
+            return False
+        return not 1 / _UNLIKE < statistics.median(plain) < _UNLIKE
 
     def _scope(self, rows: int) -> dict[str, Any]:
         """What to measure. Every shape that a compiled model meets may be compiled first, so it meets two only.
@@ -173,9 +190,11 @@ class Guarding:
     def finish(self, guard: Guard, sampled: bool) -> None:
         """Keep what a call learned."""
         with self._lock:
+            whole = next((kind for kind, table in self._tables.items() if table is guard.table), None)
+            if whole is None:
+                return  # measured anew meanwhile
             if not sampled:
                 self._memory = [one.carried(guard.stats.rounds) for one in guard.experience]
-            whole = self._tables.get(True) is guard.table
             for who, ratios in guard.ratios.items():
                 self._ratios[whole, who] = (self._ratios.get((whole, who), []) + ratios)[-KEPT_RATIOS:]
 
