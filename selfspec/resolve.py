@@ -7,11 +7,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from selfspec import registry
 from selfspec.checkpoint import load_draft
 from selfspec.draft import Draft
 from selfspec.errors import ConfigError
 from selfspec.head import DraftHead
+from selfspec.light import can_be_light, gains
 from selfspec.target import Target
 from selfspec.values import check_types
 
@@ -49,10 +52,7 @@ def resolve_draft(
         made = _by_name(str(draft), target)
         if made is not None:
             return made
-        loaded = load_draft(draft, target, revision=revision, token=token, check_base=check_base)
-        if light and isinstance(loaded, DraftHead):
-            loaded.lighten()
-        return loaded
+        return _loaded(draft, target, light, revision=revision, token=token, check_base=check_base)
     if isinstance(draft, Mapping):
         return _by_config(draft, target)
     if isinstance(draft, (list, tuple)):
@@ -63,6 +63,17 @@ def resolve_draft(
         missing = [name for name in ("kind", "needs", "begin", "propose", "observe") if not hasattr(draft, name)]
         raise ConfigError(f"{type(draft).__name__} is not a Draft: it lacks {', '.join(missing)}")
     return _fitting(draft, target)
+
+
+def _loaded(folder: str | Path, target: Target, light: bool, **options: Any) -> Draft:
+    """Heads from a folder or the Hub, light where that is wanted and faster."""
+    longer = light and gains(target.device, target.dtype)
+    draft = load_draft(folder, target, dtype=torch.float32 if longer else None, **options)
+    if light and isinstance(draft, DraftHead):
+        if longer and (draft.changes_target or not can_be_light(draft)):
+            draft.to(target.dtype)
+        draft.lighten()
+    return draft
 
 
 def _fitting(draft: Draft, target: Target) -> Draft:

@@ -129,6 +129,32 @@ def test_text_is_exact_and_guesses_are_about_the_same(kind: str, model: LlamaFor
 
 
 @pytest.mark.parametrize("kind", HEADS)
+def test_heads_of_a_bfloat16_model_are_light_too_unless_they_are_too_large(
+    kind: str, model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = copy.deepcopy(model).bfloat16()
+    target = Target(short)
+    torch.manual_seed(1)
+    save_head(HEADS[kind](target), tmp_path / "head")
+    target.release()
+
+    def drafted(**options: Any) -> tuple[set[torch.dtype], bool, int]:
+        patch(short, tmp_path / "head", guard=False, **options)
+        try:
+            draft = short.speculation.draft
+            found = short.generate(torch.arange(3, 20).unsqueeze(0), max_new_tokens=12, do_sample=False)
+            return {p.dtype for p in draft.parameters()}, draft.light, found.shape[1]
+        finally:
+            unpatch(short)
+
+    assert drafted() == ({torch.float32}, True, 29)
+    assert drafted(light=False) == ({torch.bfloat16}, False, 29)
+    monkeypatch.setattr("selfspec.light._LARGEST", 2**14)
+    dtypes, _, length = drafted()
+    assert dtypes == {torch.bfloat16} and length == 29
+
+
+@pytest.mark.parametrize("kind", HEADS)
 def test_training_and_files_know_nothing_of_it(kind: str, model: LlamaForCausalLM, tmp_path: Path) -> None:
     target = Target(model)
     torch.manual_seed(1)
