@@ -73,6 +73,16 @@ def test_a_table_is_kept_whole_and_belongs_to_its_circumstances(monkeypatch: pyt
     target.release()
 
 
+@pytest.mark.parametrize(
+    "group",
+    [Group(1, 9, {}), Group(1, 9, {1: 0.0}), Group(1, 9, {1: float("nan")}), Group(1, 9, {1: 1.0}, {"d": []})],
+    ids=["no times", "no time", "not a number", "nothing asked"],
+)
+def test_a_table_that_no_machine_could_have_given_is_measured_anew(group: Group) -> None:
+    write_table(CostTable({}, [group]))
+    assert table_path({}).is_file() and not read_table({}).groups
+
+
 def test_the_cache_follows_the_desktop_standard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SELFSPEC_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/some/cache")

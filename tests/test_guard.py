@@ -313,6 +313,27 @@ def test_costs_of_another_state_of_the_machine_are_measured_anew_once(
     assert len(measure.calls) == times
 
 
+def test_measuring_anew_that_was_interrupted_is_made_again(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = _scripted_costs(monkeypatch, {1: 1.0, 2: 1.1, 8: 1.2}, 0.1)
+    guarding = setup.Guarding(target, _drafts(target)[0])
+    assert guarding.prepare([3, 4], {1}, whole=True)
+    guard = guarding.guard(sampled=False, whole=True)
+    for _ in range(12):
+        guard.learn(OFF, Round(1, 20, 1, 0, [1], 3.0))
+    guarding.finish(guard, sampled=False)
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(setup, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        guarding.prepare([3, 4], {1}, whole=True)
+    monkeypatch.setattr(setup, "measure", measure)
+    for _ in range(2):
+        assert guarding.prepare([3, 4], {1}, whole=True)
+    assert len(measure.calls) == 2, "the first time, and anew"
+
+
 def test_where_nothing_can_be_measured_drafts_are_asked_in_every_round(
     model: PreTrainedModel, prompt: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -33,7 +33,7 @@ def test_every_python_block_is_tested() -> None:
 
 def test_first_example(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = blocks()["use"].replace("path-or-hub-id-of-the-model", str(folder))
-    source = source.replace("demo-output/heads/eagle", "lookup")
+    source = source.replace("path-or-hub-id-of-heads-for-it", "lookup")
     exec(compile(source, "README.md", "exec"), {})
     assert "tokens per round" in capsys.readouterr().out
 

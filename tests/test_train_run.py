@@ -203,8 +203,10 @@ def test_who_may_go_on_with_a_checkpoint(
         steps_of_run(checkpoint, Optimisation(), now, under)
 
 
-def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "progress.json").write_text('{"seconds": 1.5}')
+@pytest.mark.parametrize("held", ['{"seconds": 1.5}', "", "null", '{"cut', None])
+def test_a_checkpoint_of_another_version_or_without_its_progress_is_refused(held: str | None, tmp_path: Path) -> None:
+    if held is not None:
+        (tmp_path / "progress.json").write_text(held)
     with pytest.raises(ConfigError, match="another version of selfspec"):
         steps_of_run(tmp_path, Optimisation(), 1, "single")
 

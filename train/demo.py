@@ -282,7 +282,7 @@ class Demo:
         text = self._side_by_side(best, drafts, nodes)
         self._verdict(check, results)
         results_table(results, self.console)
-        size = f", with patch(model, ..., nodes={nodes[best]})" if nodes.get(best) else ""
+        size = f", with nodes={nodes[best]} (patch and bench take it)" if nodes.get(best) else ""
         self._say(f"recommended on this machine: {best}{size}")
         chart = plot_speed(results, self.settings.out / CHART)
         results = {

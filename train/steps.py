@@ -76,15 +76,15 @@ class Begun:
         """From a checkpoint.
 
         Raises:
-            ConfigError: another version of selfspec left it.
+            ConfigError: the file is missing, damaged or of another version of selfspec.
         """
-        values = json.loads((checkpoint / PROGRESS).read_text(encoding="utf-8"))
         try:
+            values = json.loads((checkpoint / PROGRESS).read_text(encoding="utf-8"))
             return cls(**{**values, "steps": Steps(**values["steps"])})
-        except (TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(
-                f"{checkpoint} was written by another version of selfspec ({PROGRESS} holds {sorted(values)}); begin "
-                "anew with restart=true"
+                f"{checkpoint / PROGRESS} is damaged or was written by another version of selfspec "
+                f"({type(error).__name__}: {error}); begin anew with restart=true"
             ) from error
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -233,10 +234,19 @@ def read_table(about: dict[str, Any]) -> CostTable:
     try:
         values = json.loads(table_path(about).read_text(encoding="utf-8"))
         if values["format"] == _FORMAT and values["circumstances"] == about:
-            return CostTable.from_dict(values)
+            table = CostTable.from_dict(values)
+            if all(map(_makes_sense, table.groups)):
+                return table
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     return CostTable(about)
+
+
+def _makes_sense(group: Group) -> bool:
+    """Whether a group that was read from disk could have been measured."""
+    asked = [one for known in group.drafts.values() for one in known]
+    times = [*group.target.values(), *(1.0 + one.seconds for one in asked)]
+    return bool(group.target) and all(group.drafts.values()) and all(0 < t < math.inf for t in times)
 
 
 def write_table(table: CostTable) -> None:

@@ -177,7 +177,7 @@ def measure(
     if target.max_positions is not None:
         room = min(room, target.max_positions - len(text))
     if room < _Script.fewest_rounds(parts, settle):
-        raise ConfigError(f"a text of {len(text)} tokens leaves no room to measure on; give a shorter one")
+        raise ConfigError(f"{room} positions behind a text of {len(text)} tokens leave no room to measure on")
     script = _Script(parts, settle, [seconds / 2, *(seconds / 2 / len(drafts) for _ in drafts)])
     ids = torch.tensor([list(text)] * rows, device=target.device)
     stopping = StoppingCriteriaList([MaxLengthCriteria(len(text) + room)])
@@ -196,7 +196,7 @@ def measure(
     if not whole and spared > (target.screens, target.draws):
         raise LogitsNeeded
     if not all(script.rounds.values()):
-        raise ConfigError(f"{room} tokens behind a text of {len(text)} are too few to measure on; give a shorter one")
+        raise ConfigError(f"{room} tokens behind a text of {len(text)} are too few to measure on")
     return _group(script.rounds, drafts, len(text))
 
 

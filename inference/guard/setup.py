@@ -91,7 +91,11 @@ class Guarding:
         rows = request.input_ids.shape[0]
         whole = None if request.wants_likeliest else not (request.wants_draws and self.target.draws)
         whole = self._measured(_text(request, self.target), {1, 1 << (rows - 1).bit_length()}, whole)
-        return None if whole is None else self.guard(request.do_sample, whole)
+        with self._lock:
+            table = (
+                None if whole is None else self._tables.get(whole)
+            )  # another thread may have found it void meanwhile
+        return None if whole is None or table is None else self._guard(table, whole, request.do_sample)
 
     def prepare(self, text: Sequence[int], rows: Iterable[int], whole: bool | None = None) -> bool:
         """Measure what is not known yet of the costs at these batch sizes; False where they cannot be measured.
@@ -111,8 +115,6 @@ class Guarding:
             with self._lock:
                 self._complete(whole, list(text[: min(most, _MOST_TEXT)]), rows)
         except LogitsNeeded:
-            with self._lock:
-                self._tables.pop(whole, None)
             return self._measured(text, rows, None if asked is None else not self.target.draws)
         except (ConfigError, torch.OutOfMemoryError) as error:
             _LOG.warning("the guard is off, because costs cannot be measured: %s", error)
@@ -123,12 +125,11 @@ class Guarding:
         about, keys = circumstances(self.target, whole), self._keys()
         table = self._tables.get(whole)
         if table is not None and table.circumstances != about:
-            table, self._tables, self._memory, self._ratios = None, {}, None, {}
-        if self._suspect(whole):
+            table, self._tables, self._memory, self._ratios, self._renewed = None, {}, None, {}, set()
+        anew = self._suspect(whole)
+        if anew:
             _LOG.info("rounds take another time here than the costs that were kept say: measuring anew")
-            self._renewed.add(whole)
-            table, self._memory, self._ratios = CostTable(about), None, {}
-        table = table or read_table(about)
+        table = CostTable(about) if anew else table or read_table(about)
         for size in sorted(rows):
             if not table.covers(size, keys):
                 _LOG.info("measuring what a round costs here (batch size %d); kept for later", size)
@@ -136,6 +137,9 @@ class Guarding:
                 table.add(measure(self.target, self.parts, text, size, self.seconds, whole=whole, **what))
                 write_table(table)
             self._tables[whole] = table
+        if anew:  # only now: an interrupted measurement is made again
+            self._renewed.add(whole)
+            self._memory, self._ratios = None, {}
 
     def _suspect(self, whole: bool) -> bool:
         """Whether plain passes take so unlike what the table says that it was made in another state of the machine.
@@ -171,10 +175,16 @@ class Guarding:
             sampled: the text depends on the choices, so these must not depend on the clock nor on earlier texts.
             whole: as `prepare` was told.
         """
+        with self._lock:
+            if whole is None:
+                greedy = not self.target.screens
+                whole = greedy if greedy in self._tables else next(iter(self._tables))
+            table = self._tables[whole]
+        return self._guard(table, whole, sampled)
+
+    def _guard(self, table: CostTable, whole: bool, sampled: bool) -> Guard:
         keys = self._keys()
         with self._lock:
-            whole = next(iter(self._tables)) if whole is None else whole
-            table = self._tables[whole]
             known = None if sampled else self._memory
             if known is None:
                 asked = [table.asked(key) for key in keys]

@@ -22,7 +22,7 @@ def demo(
         typer.Option("--draft", help="Method to train; all with a demo recipe if left out. May be repeated."),
     ] = None,
     small: Annotated[
-        bool, typer.Option("--small", help="Two minutes: little text, few prompts, for trying it out.")
+        bool, typer.Option("--small", help="A few minutes: little text, few prompts, for trying it out.")
     ] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Train and measure again, whatever is there.")] = False,
     dtype: opt.Dtype = "auto",

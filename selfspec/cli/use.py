@@ -15,7 +15,8 @@ from selfspec.errors import ConfigError
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to go on from; `-` reads standard input.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="More arguments of `generate`, as top_p=0.9.")
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="More arguments of `generate`, as repetition_penalty=1.2."),
     ] = None,
     target: Annotated[
         str | None, typer.Option("--target", help="Model; the base model named by the heads if left out.")
