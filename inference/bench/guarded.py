@@ -22,7 +22,7 @@ def guardings(
     nodes: Callable[[str], int | None],
     known: Mapping[str, Sequence[float]],
 ) -> dict[str, Guarding]:
-    """What steers each draft: as `patch` makes it.
+    """What steers each draft: as `patch` makes it, but for costs measured anew, which would fall into a timed call.
 
     Args:
         target: the model.
@@ -30,7 +30,10 @@ def guardings(
         nodes: the most nodes of a tree, by name.
         known: chances of acceptance by depth known beforehand, by name; none for names that are missing.
     """
-    return {name: Guarding(target, draft, nodes(name), [known.get(name, ())]) for name, draft in drafts.items()}
+    return {
+        name: Guarding(target, draft, nodes(name), [known.get(name, ())], renews=False)
+        for name, draft in drafts.items()
+    }
 
 
 def measured_now(guarding: Guarding, text: Sequence[int], rows: set[int], sampled: bool) -> None:

@@ -51,6 +51,7 @@ class Guarding:
         nodes: the most nodes of a tree; None lets the guard choose.
         known: per draft, chances of acceptance by depth known beforehand; empty if none are.
         seconds: what measuring one batch size may take.
+        renews: measure anew, once, where calls show that the table is of another state of the machine.
     """
 
     def __init__(
@@ -60,12 +61,14 @@ class Guarding:
         nodes: int | None = None,
         known: Sequence[Sequence[float]] = (),
         seconds: float = _QUICK,
+        renews: bool = True,
     ) -> None:
         self.target = target
         self.parts = parts_of(draft)
         self.nodes = nodes
         self.known = list(known) or [()] * len(self.parts)
         self.seconds = seconds
+        self.renews = renews
         self._fresh()
 
     def _fresh(self) -> None:
@@ -77,7 +80,7 @@ class Guarding:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy (of the model, usually) learns for itself."""
-        return {name: getattr(self, name) for name in ("target", "parts", "nodes", "known", "seconds")}
+        return {name: getattr(self, name) for name in ("target", "parts", "nodes", "known", "seconds", "renews")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -147,7 +150,7 @@ class Guarding:
         Measuring anew is done once: a machine that changes all the time has no table.
         """
         plain = self._ratios.get((whole, None), [])
-        if whole in self._renewed or len(plain) < _ENOUGH:
+        if not self.renews or whole in self._renewed or len(plain) < _ENOUGH:
             return False
         return not 1 / _UNLIKE < statistics.median(plain) < _UNLIKE
 
