@@ -145,7 +145,7 @@ class Rounds(ABC):
 
     def _drafting(self) -> float:
         """Seconds spent in drafts so far."""
-        return self.stats.seconds.get("propose", 0.0) + self.stats.seconds.get("observe", 0.0)
+        return self.stats.seconds["propose"] + self.stats.seconds["observe"]
 
     def _choose(self, rows: int, context: int, depth: int) -> Choice:
         if depth < 1:

@@ -23,6 +23,16 @@ _MOST_ROWS = 64
 _FORMS = (by_rows, by_columns, by_fours)
 """Rows of a product that is left as its transpose are read one by one; turning 8 rows of 262,144 round takes 3 ms."""
 
+_NEAR, _NEAR_AT_MOST = 1000, 2.0**-6
+"""How far two forms of one product may be apart: so many roundings, or two of bfloat16."""
+
+
+def same_product(found: Tensor, wanted: Tensor) -> bool:
+    """Whether two tensors of one dtype are forms of one product; never where `wanted` holds NaN."""
+    largest = float(wanted.abs().max())
+    near = min(_NEAR * torch.finfo(wanted.dtype).eps, _NEAR_AT_MOST)
+    return largest >= 0 and torch.allclose(found.float(), wanted.float(), rtol=near, atol=near * largest)
+
 
 class FewRowsHead:
     """Chooses between forms of the product for a given weight by timing them, for each number of rows.

@@ -20,7 +20,7 @@ from selfspec.draft_pass import DraftPasses, resume
 from selfspec.errors import UnsupportedGeneration, UnsupportedModel
 from selfspec.few_rows import INSTALLING, FewRowsLayers
 from selfspec.masks import as_attention_mask, block_diagonal, tree_positions, visible, visible_again, visible_line
-from selfspec.output_head import FewRowsHead
+from selfspec.output_head import FewRowsHead, same_product
 from selfspec.support import refuse_unsupported, takes_positions, why_chain_only
 from selfspec.taps import Taps
 from selfspec.target_output import TargetOutput, Unscored, joined
@@ -30,8 +30,6 @@ from selfspec.versions import check_version
 from selfspec.wrapped import is_compiled
 
 _PROBE = (8, 64)
-_NEAR, _NEAR_AT_MOST = 1000, 2.0**-6
-"""How far two forms of one product may be apart: so many roundings, or two of bfloat16."""
 
 
 class Target(TargetParts):
@@ -263,10 +261,7 @@ class Target(TargetParts):
             wanted = self.model(input_ids=probe, use_cache=False).logits
             hidden = self._last_hidden(probe, use_cache=False)
             if hidden.shape[-1] == weight.shape[-1]:  # some models have a layer between the two
-                found = self.finish_logits(head(hidden))
-                largest = float(wanted.abs().max())  # NaN in a broken model, whose own head is then asked
-                near = min(_NEAR * torch.finfo(wanted.dtype).eps, _NEAR_AT_MOST)
-                head.trusted = largest >= 0 and torch.allclose(found, wanted, rtol=near, atol=near * largest)
+                head.trusted = same_product(self.finish_logits(head(hidden)), wanted)
             self._few_rows = head
         return self._few_rows if self._few_rows.trusted else None
 

@@ -37,6 +37,10 @@ def tiny_model(seed: int = 0) -> PreTrainedModel:
         eos_token_id=None,
         tie_word_embeddings=False,
     )
+    return _random(config, seed)
+
+
+def _random(config: MistralConfig, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -63,15 +67,13 @@ def wide_model(seed: int = 0) -> PreTrainedModel:
         eos_token_id=None,
         tie_word_embeddings=False,
     )
+    model: Any = _random(config, seed)
     generator = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     weight = torch.randn(WIDE_VOCAB, _WIDTH, generator=generator)
     coarse = torch.arange(0, WIDE_VOCAB, 2)
     weight[coarse, torch.randint(0, _WIDTH, (len(coarse),), generator=generator)] *= 40.0
     model.lm_head.weight.data.copy_(weight * (4.0 / weight.norm(dim=1, keepdim=True)))
-    found: PreTrainedModel = model.eval().requires_grad_(False)
+    found: PreTrainedModel = model
     return found
 
 

@@ -24,6 +24,7 @@ from selfspec.draws import ScreenedDraws
 from selfspec.inference.certify.statistics import Fit, detectable, fit, together
 from selfspec.inference.request import Request
 from selfspec.inference.runs import prepare
+from selfspec.output_head import same_product
 from selfspec.screen import Screened
 from selfspec.target import Target, TargetOutput, Unscored
 from selfspec.tree import DraftTree, TreeShape
@@ -35,7 +36,6 @@ _CELL = 20.0
 _MOST_NODES, _NODES_PER_PROMPT, _MOST_PROMPTS = 48, 2, 8
 _ROWS = 8192
 _LONG = 256
-_NEAR, _NEAR_AT_MOST = 1000, 2.0**-6
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +109,7 @@ def _read(target: Target, prompts: Sequence[list[int]]) -> _Pass | None:
         return None
     raw = _product(out.scored)
     logits = out.finished(raw.to(out.logits.dtype))
-    return _Pass(out, screened, logits, _same(out.logits, logits), screened.holds(raw.float().flatten(0, 1)))
+    return _Pass(out, screened, logits, same_product(out.logits, logits), screened.holds(raw.float().flatten(0, 1)))
 
 
 def _product(scored: Unscored) -> Tensor:
@@ -118,11 +118,6 @@ def _product(scored: Unscored) -> Tensor:
     hidden = scored.hidden.double()
     raw = torch.cat([hidden @ part.double().t() for part in weight.split(_ROWS)], -1)
     return raw if bias is None else raw + bias.detach().double()
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    near = min(_NEAR * torch.finfo(one.dtype).eps, _NEAR_AT_MOST)
-    return torch.allclose(one.float(), other.float(), rtol=near, atol=near * float(one.abs().max()))
 
 
 def _least_certain(logits: Tensor, temperature: float) -> list[tuple[int, int]]:

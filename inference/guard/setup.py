@@ -93,12 +93,8 @@ class Guarding:
         """
         rows = request.input_ids.shape[0]
         whole = None if request.wants_likeliest else not (request.wants_draws and self.target.draws)
-        whole = self._measured(_text(request, self.target), {1, 1 << (rows - 1).bit_length()}, whole)
-        with self._lock:
-            table = (
-                None if whole is None else self._tables.get(whole)
-            )  # another thread may have found it void meanwhile
-        return None if whole is None or table is None else self._guard(table, whole, request.do_sample)
+        found = self._measured(_text(request, self.target), {1, 1 << (rows - 1).bit_length()}, whole)
+        return None if found is None else self._guard(*found, request.do_sample)
 
     def prepare(self, text: Sequence[int], rows: Iterable[int], whole: bool | None = None) -> bool:
         """Measure what is not known yet of the costs at these batch sizes; False where they cannot be measured.
@@ -110,21 +106,20 @@ class Guarding:
         """
         return self._measured(text, set(rows), whole) is not None
 
-    def _measured(self, text: Sequence[int], rows: set[int], asked: bool | None) -> bool | None:
-        """The same; says whether the rounds make all logits, which may come out on the way, or None for False."""
+    def _measured(self, text: Sequence[int], rows: set[int], asked: bool | None) -> tuple[CostTable, bool] | None:
+        """The same: the costs, and whether their rounds make all logits, which may come out on the way; or None."""
         whole = not self.target.screens if asked is None else asked
         most = _MOST_TEXT if self.target.max_positions is None else max(self.target.max_positions // 4, 1)
         try:
             with self._lock:
-                self._complete(whole, list(text[: min(most, _MOST_TEXT)]), rows)
+                return self._complete(whole, list(text[: min(most, _MOST_TEXT)]), rows), whole
         except LogitsNeeded:
             return self._measured(text, rows, None if asked is None else not self.target.draws)
         except (ConfigError, torch.OutOfMemoryError) as error:
             _LOG.warning("the guard is off, because costs cannot be measured: %s", error)
             return None
-        return whole
 
-    def _complete(self, whole: bool, text: Sequence[int], rows: set[int]) -> None:
+    def _complete(self, whole: bool, text: Sequence[int], rows: set[int]) -> CostTable:
         about, keys = circumstances(self.target, whole), self._keys()
         table = self._tables.get(whole)
         if table is not None and table.circumstances != about:
@@ -143,6 +138,7 @@ class Guarding:
         if anew:  # only now: an interrupted measurement is made again
             self._renewed.add(whole)
             self._memory, self._ratios = None, {}
+        return table
 
     def _suspect(self, whole: bool) -> bool:
         """Whether plain passes take so unlike what the table says that it was made in another state of the machine.
